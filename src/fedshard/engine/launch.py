@@ -1,0 +1,243 @@
+"""How local ranks start, how one that fails ends them all, and how the first cause comes to be the last line.
+
+torch is imported inside functions only: while this process imports it, the one that ranks are forked from does too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedshard.core.errors import FedshardError, InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+PRELOAD = (
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "transformers.models.llama.modeling_llama",
+    "fedshard.engine.world",
+    "fedshard.engine.train",
+)
+"""What the process that ranks are forked from has loaded. None of it asks for CUDA devices, which a fork would lose."""
+
+FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+"""Signals to the parent that the ranks get too; afterwards they have `grace_seconds` to end."""
+
+LAST_FRAMES = 8
+"""How much of a failed rank's traceback is shown."""
+
+LINGER_SECONDS = 0.5
+"""How long a rank that has said why it fails stays. One that died without a word (killed, out of memory) is the first
+cause of what the others then say; it is so seen before them."""
+
+ECHO_SECONDS = 2.0
+"""How long a rank under someone else's launcher holds back what may be another rank's failure, or what rank 0 says
+too. By then the launcher has stopped it, if the other was first."""
+
+ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "imed out")
+"""How torch's collectives speak of a rank that is gone."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one rank failed: what to print, the exit code it gives the job, and when (nanoseconds since the epoch)."""
+
+    words: str
+    exit_code: int
+    failed_ns: int
+
+
+def preload() -> None:
+    """Start the process that ranks are forked from. It loads torch and the model code while this one goes on."""
+    multiprocessing.set_forkserver_preload(list(PRELOAD))
+    forkserver.ensure_running()
+
+
+def run_ranks(entry: Callable[..., Any], args: Sequence[Any], ranks: int, *, grace_seconds: float = 30.0) -> None:
+    """Run `entry(*args)` in `ranks` new local ranks, through torchrun's agent, and return when all have ended well.
+
+    `entry` is a module-level function. It finds its place with `engine.world.find_launch()`. What the ranks print
+    passes through. A signal to this process goes to the ranks, which are killed after `grace_seconds`.
+
+    Raises SystemExit when they did not end well: the first cause is then on stderr. Its code is 2 for an InputError,
+    128 + n for signal n, else 1.
+    """
+    preload()
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 always gives 30 s
+    grace: dict[str, Any] = {"shutdown_timeout": math.ceil(grace_seconds)} if "shutdown_timeout" in known else {}
+    with tempfile.TemporaryDirectory(prefix="fedshard-") as folder, _signals_restored(), _agent_silenced():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # any free port
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle=",".join(FORWARDED),
+            **grace,
+        )
+        try:
+            elastic_launch(config, _rank)((entry, tuple(args)))  # packed: the agent rewrites `$` in arguments of text
+        except ChildFailedError as error:
+            failure = first_failure(error, Path(folder))
+            print(failure.words, file=sys.stderr)
+            raise SystemExit(failure.exit_code) from None
+        except SignalException as stopped:
+            print(f"stopped by {stopped.sigval.name}", file=sys.stderr)
+            raise SystemExit(128 + stopped.sigval) from None
+
+
+def guard(entry: Callable[..., Any]) -> Callable[..., None]:
+    """`entry` for a rank that someone else started (torchrun, srun, or nobody): on failure it prints what `run_ranks`
+    would and ends this process with the same code, at once, whatever its process groups still wait for.
+    """
+
+    @functools.wraps(entry)
+    def guarded(*args: Any) -> None:
+        from fedshard.engine.world import find_launch
+
+        _end_by(entry, args, find_launch().rank, alone=True)
+
+    return guarded
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """Why `rank` failed, in words for a person: errors raised on purpose by their message, others with the last frames
+    of their traceback above it."""
+    now = time.time_ns()
+    if isinstance(error, InputError):
+        return Failure(str(error), error.exit_code, now)
+    if isinstance(error, FedshardError):
+        return Failure(f"rank {rank}: {error}", error.exit_code, now)
+    told = traceback.TracebackException.from_exception(error, limit=-LAST_FRAMES)
+    message = "".join(told.format_exception_only())
+    frames = "".join(told.format()).removesuffix(message)
+    return Failure(f"{frames}rank {rank}: {message.rstrip()}", 1, now)
+
+
+def first_failure(error: ChildFailedError, folder: Path) -> Failure:
+    """What failed first, by the ranks' records under `folder` and by what the agent saw."""
+    rank, seen = error.get_first_failure()
+    if not Path(seen.error_file).is_file():  # it died without a word, and before all that left one: see LINGER_SECONDS
+        if seen.exitcode >= 0:
+            how = f"exit code {seen.exitcode}"
+        else:
+            how = signal.Signals(-seen.exitcode).name + (", out of memory?" * (seen.exitcode == -signal.SIGKILL))
+        return Failure(f"rank {rank}: ended without a word ({how})", 1, time.time_ns())
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.rglob("error.json")]
+    failures = [Failure(**record["fedshard"]) for record in records]
+    return min(failures, key=lambda failure: failure.failed_ns)
+
+
+def end_with_parent() -> None:
+    """From now on this process is killed when the one that started it is gone, however that came about."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only a child has a parent to end with"
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)  # not by an exception: the main thread may be deep in a collective
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _rank(task: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+    """What one rank of `run_ranks` does."""
+    from fedshard.engine.world import find_launch
+
+    os.setsid()  # so that Ctrl-C reaches it once, through the parent
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_with_parent()
+    entry, args = task
+    _end_by(entry, args, find_launch().rank, alone=False)
+
+
+def _end_by(entry: Callable[..., Any], args: tuple[Any, ...], rank: int, alone: bool) -> None:
+    """Run `entry`; if it fails, record why, print it if `alone`, and end the process."""
+    from fedshard.engine.world import record_failure
+
+    try:
+        entry(*args)
+    except KeyboardInterrupt:
+        _leave(128 + signal.SIGINT)
+    except SystemExit:
+        raise
+    except BaseException as error:  # a checkpoint that fails to load is no Exception
+        failure = failure_of(error, rank)
+        record_failure(error, rank)
+        if alone:
+            if _may_be_an_echo(error, rank):
+                time.sleep(ECHO_SECONDS)
+            print(failure.words, file=sys.stderr)
+        elif not isinstance(error, InputError):
+            time.sleep(LINGER_SECONDS)
+        _leave(failure.exit_code)
+
+
+def _may_be_an_echo(error: BaseException, rank: int) -> bool:
+    """Whether another rank may have failed first, or says the same: rank 0 tells of wrong input for all."""
+    if isinstance(error, InputError):
+        return rank > 0
+    return any(echo in str(error) for echo in ECHOES)
+
+
+def _leave(exit_code: int) -> None:
+    """End this process at once: an ordinary end would wait for process groups that wait for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The agent handles signals in its own way and leaves it so; afterwards they are as before."""
+    before = {name: signal.getsignal(getattr(signal, name)) for name in FORWARDED}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+@contextmanager
+def _agent_silenced() -> Iterator[None]:
+    """The agent logs each process that it stops, with a traceback of its own; that would bury the first cause."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    silence = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(silence)
+            logger.propagate = True
