@@ -20,6 +20,7 @@ A round in four parts, each on shards only (numbered alike in the code):
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import get_total_norm
 
 from fedshard.core.errors import Fault, InputError, RunError
 from fedshard.core.timetable import Timetable
@@ -236,8 +238,7 @@ class Federation:
 
     def _agree(self, tokens: float, shards: Sequence[torch.Tensor]) -> tuple[list[float], list[bool]]:
         """Each group's tokens since the last round, and whether any of its weights is non-finite."""
-        owned = [each for each in self._exchange.owned(shards) if each.numel() > 0]
-        finite = not owned or bool(torch.isfinite(torch.stack(torch._foreach_norm(owned))).all())
+        finite = math.isfinite(get_total_norm(self._exchange.owned(shards)).item())
         agreed = agree(torch.cat([self._of_group(tokens), self._of_group(not finite)]), self._mesh).tolist()
         return agreed[: self._groups], [ranks > 0 for ranks in agreed[self._groups :]]
 

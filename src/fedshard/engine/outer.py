@@ -30,7 +30,7 @@ class OuterOptimizer(Protocol):
 class Mean:
     """FedAvg: the anchor becomes the groups' mean. Source: arXiv:1602.05629, Alg. 1."""
 
-    state_names = ()
+    state_names: tuple[str, ...] = ()
 
     def step(self, anchor: torch.Tensor, delta: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         anchor.sub_(delta)
@@ -39,7 +39,7 @@ class Mean:
 class Momentum:
     """FedAvgM, heavy ball: v ← βv + Δ; x ← x − ηv. Source: arXiv:1909.06335, section 4.3."""
 
-    state_names = ("momentum",)
+    state_names: tuple[str, ...] = ("momentum",)
 
     def __init__(self, learning_rate: float = 1.0, momentum: float = 0.9):
         self.learning_rate, self.momentum = learning_rate, momentum
@@ -55,7 +55,7 @@ class Nesterov:
     FedMom (arXiv:2002.02090, Alg. 3) written with v₀ = x₀ is the same iteration.
     """
 
-    state_names = ("momentum",)
+    state_names: tuple[str, ...] = ("momentum",)
 
     def __init__(self, learning_rate: float = 0.7, momentum: float = 0.9):
         self.learning_rate, self.momentum = learning_rate, momentum
