@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from fedshard.core.errors import Fault, InputError
 from fedshard.core.recipe import Recipe
+from fedshard.core.recipe_keys import likely
 
 # Sections in which one key decides what the others may be: setting one on the command line starts them anew.
 CHOICES = {("model", "kind"): ("model",), ("sync", "outer", "kind"): ("sync", "outer"), ("budget",): ("budget",)}
@@ -173,34 +173,10 @@ def _unknown(path: list[str], key: str) -> Fault:
     for known, feature in NOT_BUILT.items():
         if key == known or key.startswith(known + "."):
             return Fault(key, f"{feature} is not in this version", "Leave the key out.")
-    every = list(all_keys())
-    beside = [name for name in every if name.rpartition(".")[0] == ".".join(path[:-1])]
-    nearest = difflib.get_close_matches(path[-1], [name.rpartition(".")[2] for name in beside], 1, 0.6)
-    if nearest:
-        return Fault(key, "no such key", f"Did you mean {'.'.join([*path[:-1], nearest[0]])}?")
-    elsewhere = [name for name in every if name.rpartition(".")[2] == path[-1]]
-    elsewhere += difflib.get_close_matches(key, every, 1, 0.6)
-    if elsewhere:
-        return Fault(key, "no such key", f"Did you mean {elsewhere[0]}?")
-    return Fault(key, "no such key", f"Keys here: {', '.join(name.rpartition('.')[2] for name in beside) or 'none'}.")
-
-
-def all_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    """Every key that a recipe may hold, as `section.key`, in the order of the fields.
-
-    >>> "sync.outer.momentum" in set(all_keys())
-    True
-    """
-    for name, field in model.model_fields.items():
-        sections = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)]
-        if not sections:
-            yield prefix + name
-        else:
-            yield from dict.fromkeys(key for section in sections for key in all_keys(section, f"{prefix}{name}."))
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    meant, beside = likely(path)
+    return Fault(
+        key, "no such key", f"Did you mean {meant}?" if meant else f"Keys here: {', '.join(beside) or 'none'}."
+    )
 
 
 def _key_path(loc: tuple[int | str, ...]) -> list[str]:

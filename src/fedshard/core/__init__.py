@@ -1,0 +1,1 @@
+"""Words and sizes: layouts, recipes, clusters, errors. Knows neither torch nor numpy."""

@@ -1,0 +1,73 @@
+"""The recipe's keys: all of them, what they mean, and which one was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel
+
+from fedshard.core.recipe import Recipe
+
+
+def all_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+    """Every key that a recipe may hold, as `section.key`, in the order of the fields.
+
+    >>> "sync.outer.momentum" in set(all_keys())
+    True
+    """
+    for name, field in model.model_fields.items():
+        sections = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)]
+        if not sections:
+            yield prefix + name
+        else:
+            yield from dict.fromkeys(key for section in sections for key in all_keys(section, f"{prefix}{name}."))
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def likely(path: list[str]) -> tuple[str | None, list[str]]:
+    """For a key that does not exist: the one probably meant, if any, and all that its section has."""
+    every, key = list(all_keys()), ".".join(path)
+    beside = [name.rpartition(".")[2] for name in every if name.rpartition(".")[0] == ".".join(path[:-1])]
+    here = [".".join([*path[:-1], name]) for name in difflib.get_close_matches(path[-1], beside, 1, 0.6)]
+    same_name = [name for name in every if name.rpartition(".")[2] == path[-1]]
+    candidates = here + same_name + difflib.get_close_matches(key, every, 1, 0.6)
+    return next(iter(candidates), None), beside
+
+
+def nearest_key(key: str) -> str:
+    """The recipe's key that is most like `key`.
+
+    >>> nearest_key("sync.evry"), nearest_key("learning_rate")
+    ('sync.every', 'optimizer.learning_rate')
+    """
+    every = list(all_keys())
+    last = [name for name in every if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    return (last + difflib.get_close_matches(key, every, 1, 0.0))[0]
+
+
+def describe_keys() -> str:
+    """Every key with its default and its meaning, as `fedshard train --help` shows them."""
+    return "".join(_described(Recipe, ""))
+
+
+def _described(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)]
+        for each in inner:
+            yield from _described(each, f"{prefix}{name}.")
+        if not inner:
+            default = "" if field.is_required() or field.default is None else f"  (default: {_as_toml(field.default)})"
+            text = textwrap.fill(str(field.description), 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            yield f"  --{prefix}{name}{default}\n{text}\n"
+
+
+def _as_toml(value: Any) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    return tomli_w.dumps({"value": plain}).partition("= ")[2].replace("\n", "").replace("    ", " ").replace(",]", " ]")

@@ -1,0 +1,1 @@
+"""Training: ranks, shards, rounds, data, evaluation."""

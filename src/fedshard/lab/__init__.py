@@ -1,0 +1,1 @@
+"""Experiments: emulated clusters and comparisons; starts processes and reads run folders."""

@@ -1,0 +1,1 @@
+"""Formal costs: sizes, memory, collectives, predictions. Never imports torch."""
