@@ -307,7 +307,7 @@ class Traffic(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # it comes back as the operators on plain tensors that it is made of
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload) and func.namespace in ("c10d", "_c10d_functional"):
+        if isinstance(func, torch._ops.OpOverload) and "c10d" in func.namespace:
             names = [argument.name for argument in func._schema.arguments]
             self._count(func._schema.name.partition("::")[2], dict(zip(names, args, strict=False)) | kwargs)
         return func(*args, **kwargs)

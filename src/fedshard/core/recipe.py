@@ -23,11 +23,11 @@ class Section(BaseModel):
 class LayoutSection(Section):
     """How the ranks are laid out: groups × replicas × shards. Their product is the number of ranks."""
 
-    groups: int = Field(2, ge=1)
+    groups: int = Field(default=2, ge=1)
     """Groups that train on their own and meet in rounds (G)."""
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(default=1, ge=1)
     """Full copies of the model inside a group (R)."""
-    shards: int = Field(2, ge=1)
+    shards: int = Field(default=2, ge=1)
     """Ranks that one replica's parameters are cut over (S)."""
 
 
@@ -84,14 +84,14 @@ class DataSection(Section):
     """The column that holds the text, in `jsonl`, `parquet` and `dataset`."""
     tokenizer: str = "bytes"
     """`bytes` (ids 0–255 and the separator 256), or a folder that holds a `tokenizer.json`."""
-    sequence_length: int = Field(256, ge=2)
+    sequence_length: int = Field(default=256, ge=2)
     """Tokens in one packed sequence."""
     assignment: Literal["disjoint", "replicated", "by-source"] = "disjoint"
     """`disjoint`: groups share one global order and no sequence twice. `replicated`: every group sees all, in an order
     of its own. `by-source`: each group has its own of the `sources`."""
     isolate_documents: bool = False
     """Whether attention is masked across documents packed into one sequence."""
-    eval_fraction: float = Field(0.02, gt=0, lt=1)
+    eval_fraction: float = Field(default=0.02, gt=0, lt=1)
     """Fraction of the documents held out for evaluation."""
 
 
@@ -100,16 +100,16 @@ class TrainSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where every local rank has a device of its own, else the CPU, and says which."""
-    micro_batch: int = Field(4, ge=1)
+    micro_batch: int = Field(default=4, ge=1)
     """Sequences that one rank takes through the model at once."""
-    accumulation: int = Field(1, ge=1)
+    accumulation: int = Field(default=1, ge=1)
     """Micro-batches of one rank in one optimizer step."""
     precision: Literal["auto", "float32", "bfloat16", "pure-bfloat16"] = "auto"
     """What the model computes in; weights and moments are stored in float32, except with `pure-bfloat16`, which stores
     all in bfloat16. `auto`: bfloat16 on CUDA, float32 on the CPU."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """What gradients are reduced in inside a group."""
-    clip_norm: float = Field(1.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
     """Largest norm of a group's gradient; longer ones are scaled down. 0: no clipping."""
     recompute: Literal["none", "full"] = "none"
     """`full`: each decoder block's activations are computed again in the backward pass, to save memory."""
@@ -124,13 +124,13 @@ class OptimizerSection(Section):
 
     kind: Literal["adamw", "sgd"] = "adamw"
     """`adamw`, or `sgd` without momentum."""
-    learning_rate: float = Field(3e-3, gt=0)
+    learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate; the schedule multiplies it."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay of AdamW's first and second moments."""
-    epsilon: float = Field(1e-8, gt=0)
+    epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's ε."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay, on matrices only (not on norms and biases)."""
 
 
@@ -139,9 +139,9 @@ class ScheduleSection(Section):
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """The shape after the warm-up."""
-    warmup_fraction: float = Field(0.05, ge=0, le=1)
+    warmup_fraction: float = Field(default=0.05, ge=0, le=1)
     """Fraction of the budget over which the learning rate rises linearly to its peak."""
-    final_fraction: float = Field(0.1, ge=0, le=1)
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
     """What the learning rate ends at, as a fraction of its peak."""
 
 
@@ -157,9 +157,9 @@ class MomentumOuter(Section):
 
     kind: Literal["momentum"]
     """`momentum`: FedAvgM."""
-    learning_rate: float = Field(1.0, gt=0)
+    learning_rate: float = Field(default=1.0, gt=0)
     """Outer learning rate."""
-    momentum: float = Field(0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the outer momentum."""
 
 
@@ -168,9 +168,9 @@ class NesterovOuter(Section):
 
     kind: Literal["nesterov"]
     """`nesterov`: DiLoCo."""
-    learning_rate: float = Field(0.7, gt=0)
+    learning_rate: float = Field(default=0.7, gt=0)
     """Outer learning rate."""
-    momentum: float = Field(0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the outer momentum."""
 
 
@@ -181,9 +181,9 @@ Model = Annotated[ConfigModel | FolderModel, Field(discriminator="kind")]
 class SyncSection(Section):
     """What happens between groups."""
 
-    every: int = Field(10, ge=1)
+    every: int = Field(default=10, ge=1)
     """Steps between two rounds (H)."""
-    warmup_fraction: float = Field(0.1, ge=0, le=1)
+    warmup_fraction: float = Field(default=0.1, ge=0, le=1)
     """Fraction of the steps in which the groups still train as one: their gradients are averaged at every step. The
     strongest single knob for quality."""
     weights: Literal["tokens", "uniform"] = "tokens"
@@ -191,9 +191,9 @@ class SyncSection(Section):
     anchor: bool = False
     """Whether `mean` keeps the last global weights too: buys delta norms, agreement and roll-back, for 4 bytes per
     owned parameter. Other outer optimizers keep them anyway."""
-    bucket_bytes: int = Field(16 * 2**20, ge=2**16)
+    bucket_bytes: int = Field(default=16 * 2**20, ge=2**16)
     """Size of the buffers that a round moves its slices through, in bytes."""
-    timeout_seconds: float = Field(600.0, gt=0)
+    timeout_seconds: float = Field(default=600.0, gt=0)
     """How long a rank waits for the others before it gives up."""
     outer: Outer = MeanOuter()
     """The outer optimizer: what becomes of the groups' mean."""
@@ -202,9 +202,9 @@ class SyncSection(Section):
 class BudgetSection(Section):
     """When training ends: at so many tokens, or at so many steps; exactly one of them."""
 
-    tokens: int | None = Field(None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
     """Sequences × sequence length over all groups. The last step may pass it."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
     """Optimizer steps of a group."""
 
     @model_validator(mode="after")
@@ -218,19 +218,19 @@ class BudgetSection(Section):
 class EvaluateSection(Section):
     """Evaluation of the global model on held-out data."""
 
-    every: int = Field(100, ge=0)
+    every: int = Field(default=100, ge=0)
     """Optimizer steps between evaluations; with rounds it moves to the next round's end. The end is always evaluated.
     0: only the end."""
-    sequences: int = Field(256, ge=1)
+    sequences: int = Field(default=256, ge=1)
     """How many held-out sequences are used at most, always the same ones."""
 
 
 class LogSection(Section):
     """What is written beside the JSONL files."""
 
-    every: int = Field(1, ge=1)
+    every: int = Field(default=1, ge=1)
     """Steps between two lines on the terminal where it is no terminal (the live line updates by itself)."""
-    profile_every: int = Field(50, ge=0)
+    profile_every: int = Field(default=50, ge=0)
     """Steps between two that are timed phase by phase (compute, communication inside the group). 0: never."""
     tensorboard: bool = False
     """Whether TensorBoard events are written to the run folder; needs `fedshard[tensorboard]`."""
@@ -246,7 +246,7 @@ class Recipe(Section):
     ('FL+FSDP', 4096, 196)
     """
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of everything random: initial weights, data order, dropout."""
     layout: LayoutSection = LayoutSection()
     """How the ranks are laid out."""

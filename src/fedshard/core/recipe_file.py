@@ -80,8 +80,8 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[tuple[str, ...], Any
 def parse_value(text: str) -> Any:
     """A value as TOML reads it; what is no TOML is text.
 
-    >>> parse_value("3e-4"), parse_value("true"), parse_value("[0.9, 0.95]"), parse_value("runs/x"), parse_value("2_000")
-    (0.0003, True, [0.9, 0.95], 'runs/x', 2000)
+    >>> parse_value("3e-4"), parse_value("true"), parse_value("[0.9, 0.95]"), parse_value("runs/x")
+    (0.0003, True, [0.9, 0.95], 'runs/x')
     """
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -20,15 +20,17 @@ def all_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]
     True
     """
     for name, field in model.model_fields.items():
-        sections = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)]
+        sections = _sections(field.annotation)
         if not sections:
             yield prefix + name
         else:
             yield from dict.fromkeys(key for section in sections for key in all_keys(section, f"{prefix}{name}."))
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold: one, the kinds of a choice, or none where it holds a plain value."""
+    kinds = (annotation, *get_args(annotation))
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
 def likely(path: list[str]) -> tuple[str | None, list[str]]:
@@ -59,7 +61,7 @@ def describe_keys() -> str:
 
 def _described(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)]
+        inner = _sections(field.annotation)
         for each in inner:
             yield from _described(each, f"{prefix}{name}.")
         if not inner:

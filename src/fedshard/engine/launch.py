@@ -40,7 +40,7 @@ PRELOAD = (
 )
 """What the process that ranks are forked from has loaded. None of it asks for CUDA devices, which a fork would lose."""
 
-FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals to the parent that the ranks get too; afterwards they have `grace_seconds` to end."""
 
 LAST_FRAMES = 8
@@ -101,7 +101,7 @@ def run_ranks(entry: Callable[..., Any], args: Sequence[Any], ranks: int, *, gra
             max_restarts=0,
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle=",".join(FORWARDED),
+            signals_to_handle=",".join(each.name for each in FORWARDED),
             **grace,
         )
         try:
@@ -127,6 +127,13 @@ def guard(entry: Callable[..., Any]) -> Callable[..., None]:
         _end_by(entry, args, find_launch().rank, alone=True)
 
     return guarded
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether what ends a rank is a failure of its own: not Ctrl-C, and not leaving on purpose with exit code 0."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -188,9 +195,9 @@ def _end_by(entry: Callable[..., Any], args: tuple[Any, ...], rank: int, alone: 
         entry(*args)
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT)
-    except SystemExit:
-        raise
     except BaseException as error:  # a checkpoint that fails to load is no Exception
+        if not is_failure(error):
+            return
         failure = failure_of(error, rank)
         record_failure(error, rank)
         if alone:
@@ -219,12 +226,12 @@ def _leave(exit_code: int) -> None:
 @contextmanager
 def _signals_restored() -> Iterator[None]:
     """The agent handles signals in its own way and leaves it so; afterwards they are as before."""
-    before = {name: signal.getsignal(getattr(signal, name)) for name in FORWARDED}
+    before = {each: signal.getsignal(each) for each in FORWARDED}
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextmanager

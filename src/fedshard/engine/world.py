@@ -30,7 +30,7 @@ from fedshard.core.errors import Fault, InputError
 from fedshard.core.layout import Layout, Place
 from fedshard.core.recipe import Recipe
 from fedshard.core.slurm import device_index, in_step, slurm_task
-from fedshard.engine.launch import failure_of
+from fedshard.engine.launch import failure_of, is_failure
 
 CLOSE_SECONDS = 2.0
 """How long a failed rank waits for its process groups to close before it goes on without."""
@@ -141,7 +141,7 @@ def record_failure(error: BaseException, rank: int) -> None:
     It is torchrun's own error file, with what `engine.launch.first_failure` needs beside it.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file or os.path.exists(file) or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+    if not file or os.path.exists(file) or not is_failure(error):
         return
     failure = failure_of(error, rank)
     told = "".join(traceback.format_exception(error))
