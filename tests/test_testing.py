@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fedshard.core.errors import Fault, InputError
 from fedshard.core.layout import Layout
-from fedshard.testing import RankError, Traffic
+from fedshard.testing import OPERATIONS, RankError, Traffic
 
 EIGHT_FLOATS = 8 * 4  # bytes
 
@@ -182,12 +183,64 @@ def test_traffic_of_a_step_of_fsdp_stays_in_the_group(ranks):
         assert across == {}
 
 
-def traffic_of_no_formula(context):
-    with Traffic() as traffic:
-        dist.gather(torch.ones(8), [torch.empty(8)])
-    with pytest.raises(KeyError, match="gather"):
-        traffic.sent_bytes()
+def every_operation(context):
+    ranks, rank, group = 2, context.rank, context.world.group
+    eight, lists = torch.ones(8), [torch.empty(8) for _ in range(2)]
+    mesh, root = context.mesh["shard"], rank == 0
+    partial, long_partial = (DTensor.from_local(torch.ones(size), mesh, [Partial()]) for size in (8, 16))
+    sharded = DTensor.from_local(eight, mesh, [Shard(0)])
+    calls = {
+        "all_reduce": [
+            lambda: dist.all_reduce(eight, group=group),
+            lambda: partial.redistribute(placements=[Replicate()]),
+        ],
+        "all_gather": [
+            lambda: dist.all_gather(lists, eight, group),
+            lambda: sharded.full_tensor(),
+        ],
+        "reduce_scatter": [
+            lambda: dist.reduce_scatter(torch.empty(8), lists, group=group),
+            lambda: long_partial.redistribute(placements=[Shard(0)]),
+        ],
+        "all_to_all": [lambda: dist.all_to_all_single(torch.empty(16), torch.ones(16), group=group)],
+        "broadcast": [lambda: dist.broadcast(eight, 0, group)],
+        "reduce": [lambda: dist.reduce(eight, 0, group=group)],
+        "gather": [lambda: dist.gather(eight, lists if root else None, 0, group)],
+        "scatter": [lambda: dist.scatter(torch.empty(8), lists if root else None, 0, group)],
+        "send": [lambda: dist.send(eight, 1) if root else dist.recv(eight, 0)],
+        "barrier": [lambda: dist.barrier(group)],
+    }
+    sent = {}
+    for operation, ways in calls.items():
+        for way in ways:
+            with Traffic() as traffic:
+                way()
+            (counted,) = traffic.calls.items()
+            expected = "recv" if operation == "send" and not root else operation
+            assert counted == ((expected, frozenset(range(ranks))), 1)
+            sent.setdefault(operation, []).append(traffic.sent_bytes())
+    return sent
 
 
-def test_an_operation_without_a_formula_is_refused(ranks):
-    ranks.run(traffic_of_no_formula, 1)
+def test_every_operation_is_known_by_each_of_its_names(ranks):
+    first, second = ranks.run(every_operation, Layout(1, 1, 2))
+    full_bytes = 16 * 4  # of two ranks' eight floats
+    assert first == {
+        "all_reduce": [EIGHT_FLOATS] * 2,  # 2 · 1/2
+        "all_gather": [full_bytes / 2] * 2,
+        "reduce_scatter": [full_bytes / 2] * 2,
+        "all_to_all": [full_bytes / 2],
+        "broadcast": [EIGHT_FLOATS],
+        "reduce": [EIGHT_FLOATS],
+        "gather": [EIGHT_FLOATS],
+        "scatter": [full_bytes / 2],
+        "send": [EIGHT_FLOATS],
+        "barrier": [0],
+    }
+    assert second == first | {"scatter": [0], "send": [0]}
+
+
+def test_the_ring_formulas():
+    assert [OPERATIONS["all_reduce"](ranks) for ranks in (1, 2, 4)] == [0, 1, 1.5]
+    assert [OPERATIONS["all_gather"](ranks) for ranks in (1, 2, 4)] == [0, 0.5, 0.75]
+    assert [OPERATIONS["broadcast"](ranks) for ranks in (1, 2, 4)] == [0, 1, 1]

@@ -236,39 +236,23 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stack-{rank}"
 
 
-OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "isend": "send",
-    "recv": "recv",
-    "irecv": "recv",
-    "barrier": "barrier",
-    "monitoredbarrier": "barrier",
-}
-"""torch's many names of an operation, by how they begin without their underscores; ours."""
-
-INPUTS = ("input_tensors", "input_tensor", "inputs", "input_list", "input", "tensors", "tensor")
-"""What torch's operators call the tensors that a rank brings."""
-
-SENT_PARTS: dict[str, Callable[[int], float]] = {
+OPERATIONS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: (ranks - 1) / ranks,
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_to_all": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: float(ranks > 1),
     "reduce": lambda ranks: float(ranks > 1),
+    "gather": lambda ranks: float(ranks > 1),
+    "scatter": lambda ranks: (ranks - 1) / ranks,
     "send": lambda _: 1.0,
     "recv": lambda _: 0.0,
     "barrier": lambda _: 0.0,
 }
-"""What one rank of a ring sends, as a part of the payload (the largest over ranks)."""
+"""What one rank of a ring sends, as a part of the payload (the largest over ranks).
+
+torch has many names for each operation; the first of these that such a name holds is meant.
+"""
 
 
 class Traffic(TorchDispatchMode):
@@ -287,10 +271,10 @@ class Traffic(TorchDispatchMode):
     def sent_bytes(self, operation: str | None = None, ranks: frozenset[int] | None = None) -> float:
         """What this rank sent, by the ring formulas; of one operation, of one set of ranks, or of all.
 
-        Raises KeyError for an operation without such a formula.
+        Raises KeyError for an operation that is not in the table.
         """
         return sum(
-            SENT_PARTS[each](len(members)) * payload
+            OPERATIONS[each](len(members)) * payload
             for (each, members), payload in self.payload_bytes.items()
             if operation in (None, each) and ranks in (None, members)
         )
@@ -317,14 +301,14 @@ class Traffic(TorchDispatchMode):
         if group is None:
             return  # it waits for another one
         plain = name.replace("_", "")
-        begin = max((known for known in OPERATIONS if plain.startswith(known)), key=len, default=None)
-        operation = OPERATIONS[begin] if begin else name
+        operation = next((each for each in OPERATIONS if each.replace("_", "") in plain), name)
         ranks = dist.get_process_group_ranks(group)
-        payload = sum(tensor.nbytes for tensor in _tensors(next(given[key] for key in INPUTS if key in given)))
+        brought = next(value for key, value in given.items() if key.startswith(("input", "tensor")))
+        payload = sum(tensor.nbytes for tensor in _tensors(brought))
         if operation == "all_gather":
             payload *= len(ranks)
-        if operation in ("send", "recv"):
-            other = next(given[key] for key in ("dst", "src") if key in given)
+        other = given.get("dst", given.get("src"))
+        if operation in ("send", "recv") and other is not None:
             ranks = [ranks[other], dist.get_rank()]
         self.calls[operation, frozenset(ranks)] += 1
         self.payload_bytes[operation, frozenset(ranks)] += payload
