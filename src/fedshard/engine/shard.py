@@ -48,10 +48,14 @@ def shard_model(model: nn.Module, blocks: Sequence[str], mesh: DeviceMesh, train
 
 
 def precision_policy(train: TrainSection, device_type: str) -> MixedPrecisionPolicy:
-    """What the units compute and reduce in; parameters and moments are stored in float32 whatever this says."""
-    if compute_dtype(train, device_type) == torch.bfloat16 and train.precision != "pure-bfloat16":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, train.reduce_dtype))
-    return MixedPrecisionPolicy(reduce_dtype=getattr(torch, train.reduce_dtype))
+    """What the units compute and reduce in; parameters and moments are stored in float32 whatever this says.
+
+    Where nothing is narrower than what is stored, nothing is converted.
+    """
+    compute, stored, reduce = compute_dtype(train, device_type), stored_dtype(train), getattr(torch, train.reduce_dtype)
+    return MixedPrecisionPolicy(
+        param_dtype=compute if compute != stored else None, reduce_dtype=reduce if reduce != compute else None
+    )
 
 
 def compute_dtype(train: TrainSection, device_type: str) -> torch.dtype:
