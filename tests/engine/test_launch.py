@@ -222,6 +222,8 @@ def train(what):
                 raise ValueError("boom")
             if what == "stuck" and world.rank == 1:
                 time.sleep(1000)
+            if what == "deadlocked":
+                dist.recv(torch.ones(1), 1 - world.rank)
             if what == "short" and step == 3:
                 break
             dist.all_reduce(torch.ones(1), group=world.peers)
@@ -283,9 +285,11 @@ def gone(pids, seconds=5):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_with_130(job):
-    process, folder = job("stuck")
+@pytest.mark.parametrize("state", ["stuck", "deadlocked"])
+def test_ctrl_c_ends_all_with_130(job, state):
+    process, folder = job(state)
     pids = pids_of(folder)
+    time.sleep(0.2)  # for the ranks to get there
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=15)
     assert (process.returncode, err) == (130, "stopped by SIGINT\n")

@@ -50,6 +50,9 @@ LINGER_SECONDS = 0.5
 """How long a rank that has said why it fails stays. One that died without a word (killed, out of memory) is the first
 cause of what the others then say; it is so seen before them."""
 
+INTERRUPT_SECONDS = 3.0
+"""How long a rank may take to leave after Ctrl-C. One that is deep in a collective would never leave by itself."""
+
 ECHO_SECONDS = 2.0
 """How long a rank under someone else's launcher holds back what may be another rank's failure, or what rank 0 says
 too. By then the launcher has stopped it, if the other was first."""
@@ -181,10 +184,26 @@ def _rank(task: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
     from fedshard.engine.world import find_launch
 
     os.setsid()  # so that Ctrl-C reaches it once, through the parent
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _heed_ctrl_c()
     end_with_parent()
     entry, args = task
     _end_by(entry, args, find_launch().rank, alone=False)
+
+
+def _heed_ctrl_c() -> None:
+    """Ctrl-C raises KeyboardInterrupt as ever, and ends this process soon after, even if that is never raised."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)  # each signal's number arrives here at once, whatever the main thread is doing
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def watch() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGINT]):
+            pass
+        time.sleep(INTERRUPT_SECONDS)
+        os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _end_by(entry: Callable[..., Any], args: tuple[Any, ...], rank: int, alone: bool) -> None:
