@@ -112,7 +112,9 @@ def sleep_on(context, rank):
         time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_says_where_its_ranks_stand(ranks):
+    ranks.run(sleep_on, 2, None)  # so that both ranks are up
     with pytest.raises(TimeoutError, match=r"ranks \[1\] not done after 0.5 s") as caught:
         ranks.run(sleep_on, 2, 1, timeout=0.5)
     assert "in sleep_on" in str(caught.value)

@@ -57,6 +57,7 @@ def raise_on(rank, failing, error):
         raise error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_first_cause_is_printed_last_and_the_job_ends(capfd, failing):
     code, said, seconds = run_to_its_end(capfd, raise_on, failing, ValueError("boom"))
@@ -72,6 +73,7 @@ def raise_one_after_another(rank):
     raise ValueError(f"number {rank}")
 
 
+@pytest.mark.slow
 def test_the_first_cause_goes_by_time_and_not_by_rank(capfd):
     code, said, _ = run_to_its_end(capfd, raise_one_after_another, layout=LayoutSection(groups=4, shards=1))
     assert code == 1
@@ -118,6 +120,7 @@ class FailedLoad(BaseException):
     """As torch's error of a checkpoint that does not fit: no Exception."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [FailedLoad("no such key"), SystemExit(3)])
 def test_what_is_no_exception_is_told_too(capfd, error):
     code, said, _ = run_to_its_end(capfd, raise_on, 1, error)
@@ -135,6 +138,7 @@ def test_leaving_with_exit_code_0_is_no_failure(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_signals_and_logging_are_as_before(capfd):
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     before = [signal.getsignal(each) for each in FORWARDED], [(one.propagate, one.handlers[:]) for one in loggers]
