@@ -52,8 +52,6 @@ def check(recipe: Recipe, cache: Path) -> None:
         found = [check_positions(config, recipe.data.sequence_length)]
         if recipe.data.isolate_documents:
             found.append(check_isolation(config))
-        if isinstance(recipe.model, FolderModel) and weights.has_weights(Path(recipe.model.path)):
-            weights.plan_weights(config, Path(recipe.model.path))
         faults += [fault for fault in found if fault is not None]
     except InputError as error:
         faults += error.faults

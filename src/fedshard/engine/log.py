@@ -17,9 +17,9 @@ from fedshard.engine.job import Job
 from fedshard.engine.meter import Meter
 from fedshard.engine.model import flops_per_token, named_parameters
 from fedshard.engine.peaks import peak_flops
-from fedshard.engine.rows import EvalRow, RoundRow, StepRow, Summary
+from fedshard.engine.rows import EvalRow, Progress, RoundRow, StepRow, Summary
 from fedshard.engine.shard import compute_dtype
-from fedshard.engine.sinks import Progress, Sinks
+from fedshard.engine.sinks import Sinks
 from fedshard.engine.step import GroupStep
 
 

@@ -1,0 +1,140 @@
+"""Times of a run, taken in plain sight of the loop: no hooks.
+
+    meter = Meter(device, profile_every=50, warmup_steps=20)
+    for step in range(1, steps + 1):
+        with meter.step(step):
+            ...                                # forward, backward, optimizer
+        if due:
+            with meter.round():
+                ...                            # groups meet
+        ...                                    # evaluation, saving, rows: not training time
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+
+import torch
+
+from fedshard.engine.sample import live_tensor_bytes, sample
+
+
+class Meter:
+    """Adds up the training time of one rank, which is its steps and its rounds.
+
+    Every `profile_every` steps (0: never) one is looked at closely: the second of the run, when all state exists, and
+    then from the second after the `warmup_steps` synchronous ones. `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        profile_every: int,
+        warmup_steps: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.step_seconds = 0.0
+        """Of the last step, without its round."""
+        self.inner_seconds: float | None = None
+        """Of the last step: time in which it communicated inside the group, waits for other ranks included. None if
+        it was not sampled, or synchronous: then groups speak with each other too, and the two cannot be told apart."""
+        self.training_seconds = 0.0
+        """Of all steps and rounds."""
+        self._device, self._clock = device, clock
+        self._profile_every, self._warmup_steps = profile_every, warmup_steps
+        self._ends: dict[int, float] = {}  # training seconds at the end of each step, its round included
+        self._rounds: list[int] = []  # the steps that a round followed
+        self._first_end = 0.0  # the clock at the end of the first step
+        self._sampled_peak_bytes = 0
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Time the step of that number (from 1); what profiling costs before and after it does not count."""
+        with sample(self._device) if self._samples(step) else nullcontext() as seen:
+            began = self._now()
+            yield
+            self.step_seconds = self._now() - began
+        if not self._ends:
+            self._first_end = self._clock()
+        self._add(step, self.step_seconds)
+        self.inner_seconds = seen.communication_seconds if seen and step > self._warmup_steps else None
+        self._sampled_peak_bytes = max(self._sampled_peak_bytes, seen.peak_memory_bytes if seen else 0)
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Time the round that follows the last step."""
+        began = self._now()
+        yield
+        last = next(reversed(self._ends))
+        self._rounds.append(last)
+        self._add(last, self._now() - began)
+
+    def eta_seconds(self, steps_left: int) -> float:
+        """Wall time until so many more steps are done, at the pace since the first one, which is slower."""
+        paced = len(self._ends) - 1
+        pace = (self._clock() - self._first_end) / paced if paced else self.step_seconds
+        return pace * steps_left
+
+    def tokens_per_second(self, tokens_per_step: int) -> float:
+        """Over the whole training time."""
+        return len(self._ends) * tokens_per_step / self.training_seconds
+
+    def steady_tokens_per_second(self, tokens_per_step: int) -> float:
+        """Over whole rounds: from the end of the first one that follows no synchronous step but the last, to the end
+        of the last whole one, so that each H steps bear the cost of exactly one round.
+
+        Where no whole round fits, and without rounds: over all steps but the first tenth.
+        """
+        first, last = self._whole_rounds() or self._all_but_a_tenth()
+        seconds = self._ends[last] - self._ends.get(first, 0.0)
+        return (last - first) * tokens_per_step / seconds
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Highest sum of live tensors: CUDA's allocator's; on the CPU of sampled steps, and at least what lives now."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return max(self._sampled_peak_bytes, live_tensor_bytes())
+
+    @property
+    def rss_bytes(self) -> int:
+        """Highest resident memory of this process so far. Linux counts it in KiB."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _now(self) -> float:
+        """The clock when all that was asked of the device is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+    def _samples(self, step: int) -> bool:
+        apart = step - self._warmup_steps - 2
+        return self._profile_every > 0 and (step == 2 or (apart >= 0 and apart % self._profile_every == 0))
+
+    def _add(self, step: int, seconds: float) -> None:
+        self.training_seconds += seconds
+        self._ends[step] = self.training_seconds
+
+    def _whole_rounds(self) -> tuple[int, int] | None:
+        """The steps that the first and the last whole round after the warm-up follow; None if there is none between.
+
+        The last round of a run may come early; it is whole if as many steps lie before it as before the longest.
+        """
+        ends = [step for step in self._rounds if step >= self._warmup_steps]
+        if len(ends) < 2:
+            return None
+        start = max(next(iter(self._ends)) - 1, self._warmup_steps)
+        apart = [after - before for before, after in pairwise([start, *ends])]
+        last = ends[-1] if apart[-1] == max(apart) else ends[-2]
+        return (ends[0], last) if last > ends[0] else None
+
+    def _all_but_a_tenth(self) -> tuple[int, int]:
+        """The last step of the first tenth (the one before the first where there is but one), and the last."""
+        first, last = next(iter(self._ends)), next(reversed(self._ends))
+        skipped = min(-(-len(self._ends) // 10), len(self._ends) - 1)
+        return first - 1 + skipped, last
