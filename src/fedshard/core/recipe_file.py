@@ -39,7 +39,7 @@ def read_recipe(path: Path | None = None, overrides: Sequence[str] = ()) -> Reci
     >>> read_recipe(overrides=["--layout.groups", "4", "--sync.outer.kind=nesterov"]).sync.outer.learning_rate
     0.7
     """
-    raw = read_toml(path) if path else {}
+    raw = Recipe().model_dump(mode="json", exclude_none=True) | (read_toml(path) if path else {})
     for keys, value in parse_overrides(overrides):
         put(raw, keys, value)
     return make_recipe(raw)
@@ -163,6 +163,11 @@ def _fault(error: Any) -> Fault:
         return _unknown(path, key)
     if error["type"] == "missing":
         return Fault(key, "missing", "Give it a value.")
+    if error["type"] == "union_tag_not_found":
+        return Fault(f"{key}.kind", "missing", "Say which kind the section is.")
+    if error["type"] == "union_tag_invalid":
+        says = f"no kind {error['ctx']['tag']!r}"
+        return Fault(f"{key}.kind", says, f"Kinds: {error['ctx']['expected_tags']}.")
     message = str(error["msg"]).removeprefix("Value error, ")
     given = error.get("input")
     shown = "" if isinstance(given, dict | BaseModel) else f" ({given!r} given)"

@@ -34,13 +34,15 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 def likely(path: list[str]) -> tuple[str | None, list[str]]:
-    """For a key that does not exist: the one probably meant, if any, and all that its section has."""
-    every, key = list(all_keys()), ".".join(path)
-    beside = [name.rpartition(".")[2] for name in every if name.rpartition(".")[0] == ".".join(path[:-1])]
-    here = [".".join([*path[:-1], name]) for name in difflib.get_close_matches(path[-1], beside, 1, 0.6)]
+    """For a key that does not exist there: the one probably meant, if any, and all that its section has."""
+    key, section = ".".join(path), ".".join(path[:-1])
+    every = [*all_keys(), *Recipe.model_fields]
+    beside = [name.rpartition(".")[2] for name in every if name.rpartition(".")[0] == section]
+    here = [".".join([*path[:-1], name]) for name in difflib.get_close_matches(path[-1], beside, 2, 0.6)]
     same_name = [name for name in every if name.rpartition(".")[2] == path[-1]]
-    candidates = here + same_name + difflib.get_close_matches(key, every, 1, 0.6)
-    return next(iter(candidates), None), beside
+    candidates = here + same_name + difflib.get_close_matches(key, every, 2, 0.6)
+    # a key that exists and is refused belongs to another kind of its section
+    return next((name for name in candidates if name != key), None), [name for name in beside if name != path[-1]]
 
 
 def nearest_key(key: str) -> str:
