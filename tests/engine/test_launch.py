@@ -270,7 +270,7 @@ def pids_of(folder):
     return [int(await_text(folder / f"pid-{rank}")) for rank in range(2)]
 
 
-def await_text(file, seconds=40):
+def await_text(file, seconds=80):
     deadline = time.monotonic() + seconds
     while not (file.exists() and file.read_text()):
         assert time.monotonic() < deadline, f"no {file.name} after {seconds} s"
@@ -360,5 +360,4 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 assert not asked, asked
 """
-    modules = [module for module in PRELOAD if module != "fedshard.engine.train"]
-    subprocess.run([sys.executable, "-c", watch, *modules], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", watch, *PRELOAD], check=True, timeout=100)

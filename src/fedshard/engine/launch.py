@@ -35,7 +35,6 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.launcher.api",
     "transformers.models.llama.modeling_llama",
-    "fedshard.engine.world",
     "fedshard.engine.train",
 )
 """What the process that ranks are forked from has loaded. None of it asks for CUDA devices, which a fork would lose."""
