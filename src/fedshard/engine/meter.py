@@ -1,13 +1,13 @@
 """Times of a run, taken in plain sight of the loop: no hooks.
 
-    meter = Meter(device, profile_every=50, warmup_steps=20)
-    for step in range(1, steps + 1):
-        with meter.step(step):
-            ...                                # forward, backward, optimizer
-        if due:
-            with meter.round():
-                ...                            # groups meet
-        ...                                    # evaluation, saving, rows: not training time
+meter = Meter(device, profile_every=50, warmup_steps=20)
+for step in range(1, steps + 1):
+    with meter.step(step):
+        ...                                # forward, backward, optimizer
+    if due:
+        with meter.round():
+            ...                            # groups meet
+    ...                                    # evaluation, saving, rows: not training time
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Meter:
         return len(self._ends) * tokens_per_step / self.training_seconds
 
     def steady_tokens_per_second(self, tokens_per_step: int) -> float:
-        """Over whole rounds: from the end of the first one that follows no synchronous step but the last, to the end
-        of the last whole one, so that each H steps bear the cost of exactly one round.
+        """Over whole rounds: from the end of the run's first round (the warm-up's, if it has one) to the end of the last
+        whole one, so that each H steps bear the cost of exactly one round.
 
         Where no whole round fits, and without rounds: over all steps but the first tenth.
         """
@@ -121,17 +121,17 @@ class Meter:
         self._ends[step] = self.training_seconds
 
     def _whole_rounds(self) -> tuple[int, int] | None:
-        """The steps that the first and the last whole round after the warm-up follow; None if there is none between.
+        """The steps that the first and the last whole round follow; None if there is none between.
 
-        The last round of a run may come early; it is whole if as many steps lie before it as before the longest.
+        There are none before the end of the warm-up. The last round of a run may come early; it is whole if as many
+        steps lie before it as before any other.
         """
-        ends = [step for step in self._rounds if step >= self._warmup_steps]
-        if len(ends) < 2:
+        if len(self._rounds) < 2:
             return None
         start = max(next(iter(self._ends)) - 1, self._warmup_steps)
-        apart = [after - before for before, after in pairwise([start, *ends])]
-        last = ends[-1] if apart[-1] == max(apart) else ends[-2]
-        return (ends[0], last) if last > ends[0] else None
+        apart = [after - before for before, after in pairwise([start, *self._rounds])]
+        first, last = self._rounds[0], self._rounds[-1 if apart[-1] == max(apart) else -2]
+        return (first, last) if last > first else None
 
     def _all_but_a_tenth(self) -> tuple[int, int]:
         """The last step of the first tenth (the one before the first where there is but one), and the last."""
