@@ -12,6 +12,9 @@ from fedshard.engine.ring import ring_mean
 # torch 2.13 renames this collective and warns about the old name; 2.11 knows only the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+RING_CHUNK = 2**20
+"""Elements of a ring's chunk: long enough for the link to run at its rate, short enough to overlap with arithmetic."""
+
 
 def all_gather(
     output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
@@ -31,7 +34,7 @@ def weighted_mean(
     `weights` are the ranks' in group order and sum to 1; a rank of weight 0 is left out, whatever its values.
     Between two calls the message is on its way, so several means can share the link.
     """
-    if wire.device.type == "cpu":
+    if dist.get_backend(group) == "gloo":
         yield from ring_mean(wire, weights, group)
         return
     mine = weights[group.rank()]
@@ -45,10 +48,10 @@ def weighted_mean(
     work.wait()
 
 
-def segment_numel(device: torch.device, bucket_numel: int) -> int | None:
+def segment_numel(group: dist.ProcessGroup) -> int | None:
     """Largest message of an exchange, in elements; None: as large as the tensor.
 
-    Rings over point-to-point messages work chunk by chunk, so on the CPU large tensors are cut to let one chunk's
+    A ring over point-to-point messages works chunk by chunk, so on gloo large tensors are cut, to let one chunk's
     arithmetic run beside another's transfer. NCCL pipelines inside the message and prefers it whole.
     """
-    return bucket_numel if device.type == "cpu" else None
+    return RING_CHUNK * group.size() if dist.get_backend(group) == "gloo" else None

@@ -155,7 +155,7 @@ class Exchange:
 
     def _cut(self, tensors: Sequence[torch.Tensor], bucket_numel: int) -> Iterator[Piece]:
         """Buckets first: by the time they are emptied, the tensors that need none are on their way."""
-        segment = segment_numel(self.device, bucket_numel)
+        segment = segment_numel(self.group_axis)
         alone: list[Slot] = []
         buckets: list[list[Slot]] = []
         room = 0

@@ -85,7 +85,7 @@ class Meter:
         return len(self._ends) * tokens_per_step / self.training_seconds
 
     def steady_tokens_per_second(self, tokens_per_step: int) -> float:
-        """Over whole rounds: from the end of the run's first round (the warm-up's, if it has one) to the end of the last
+        """Over whole rounds: from the end of the run's first one (the warm-up's, if it has one) to the end of the last
         whole one, so that each H steps bear the cost of exactly one round.
 
         Where no whole round fits, and without rounds: over all steps but the first tenth.

@@ -1,33 +1,44 @@
-"""A run's folder on disk: what is in it is a contract that reports and comparisons read."""
+"""A run's folder on disk, whose names and keys are a contract that reports and comparisons read.
+
+runs/NAME/
+  recipe.toml        complete, as it was resolved
+  environment.json   versions, commit, hosts, devices
+  metrics.jsonl      one object per step          StepRow
+  rounds.jsonl       one per round                RoundRow
+  evals.jsonl        one per evaluation           EvalRow
+  summary.json       at the end                   Summary
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import subprocess
-import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
 
 import fedshard
 from fedshard.core.errors import Fault, InputError
-from fedshard.engine.rows import Row, Summary, as_dict, as_json
+from fedshard.engine.rows import EvalRow, RoundRow, Row, StepRow, Summary, to_json
 
-FILES = ("metrics", "rounds", "evals")
+FILES: Mapping[type[Row], str] = {StepRow: "metrics.jsonl", RoundRow: "rounds.jsonl", EvalRow: "evals.jsonl"}
+"""The file of each kind of row."""
 
 
 class RunFolder:
-    """`recipe.toml`, `environment.json`, the JSONL files and `summary.json` of one run; written by rank 0 alone."""
+    """The folder of one run, which exists. Only global rank 0 writes to it."""
 
     def __init__(self, path: Path):
         self.path = path
 
     @staticmethod
-    def create(path: Path, recipe_text: str, environment: dict[str, Any]) -> RunFolder:
-        """A new folder. Raises InputError if there is one already, or it cannot be made."""
+    def create(path: Path, recipe_text: str, environment: Mapping[str, Any]) -> RunFolder:
+        """A new folder. Raises InputError if there is one already, even an empty one, or it cannot be made."""
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -35,48 +46,83 @@ class RunFolder:
         except OSError as error:
             raise InputError([Fault(str(path), f"cannot be made ({error})", "Give another with --into DIR.")]) from None
         (path / "recipe.toml").write_text(recipe_text, encoding="utf-8")
-        (path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+        environment_text = json.dumps(environment, indent=2, ensure_ascii=False)
+        (path / "environment.json").write_text(environment_text + "\n", encoding="utf-8")
+        for name in FILES.values():
+            (path / name).touch()  # a run without rounds has an empty rounds.jsonl
         return RunFolder(path)
 
-    def append(self, name: Literal["metrics", "rounds", "evals"], row: Row) -> None:
-        """One whole line more, on disk when this returns."""
-        with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(as_json(row) + "\n")
+    def append(self, row: Row) -> None:
+        """One more line in the row's file, in one write, so that a reader or a killed run sees it whole."""
+        with (self.path / FILES[type(row)]).open("ab", buffering=0) as file:
+            file.write(f"{to_json(row)}\n".encode())
 
     def write_summary(self, summary: Summary) -> None:
         """The run is done."""
-        (self.path / "summary.json").write_text(json.dumps(as_dict(summary), indent=2) + "\n", encoding="utf-8")
+        _replace(self.path / "summary.json", f"{to_json(summary, indent=2)}\n".encode())
+
+    def cut_back(self, step: int) -> None:
+        """Forget what came after `step`, so that a run can go on from there: later rows, a last line that a killed run
+        left unfinished, and the summary."""
+        for name in FILES.values():
+            lines = (self.path / name).read_bytes().splitlines(keepends=True)
+            whole = (line for line in lines if line.endswith(b"\n"))
+            _replace(self.path / name, b"".join(line for line in whole if json.loads(line)["step"] <= step))
+        (self.path / "summary.json").unlink(missing_ok=True)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; none if there is no such file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def describe_environment(ranks: int, device: torch.device, hosts: Sequence[str]) -> dict[str, Any]:
+    """What a run ran on, as `environment.json` has it. Holds no environment variables: they may hold secrets.
 
-
-def describe_environment(ranks: int, device: torch.device, hosts: list[str]) -> dict[str, Any]:
-    """What a run ran on. Holds no environment variables: they may hold secrets."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    `hosts` in the order of their ranks. `devices`: what this rank runs on, as all ranks do.
+    """
     return {
-        "fedshard": fedshard.__version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "fedshard": fedshard.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "transformers": transformers.__version__,
+        },
+        "commit": find_commit(Path(fedshard.__file__).parent),
         "system": f"{platform.system()} {platform.release()}",
         "ranks": ranks,
-        "device": device.type,
-        "device_name": name,
-        "hosts": hosts,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "hosts": list(hosts),
+        "devices": {"type": device.type, "name": device_name(device)},
     }
 
 
-def _commit() -> str | None:
-    """The commit of the checkout that fedshard runs from, if it is one."""
-    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+def device_name(device: torch.device) -> str:
+    """What the maker calls it; of a CPU, what Linux says of the first."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def find_commit(package: Path) -> str | None:
+    """The commit that the files of `package` come from, with `-dirty` behind it if they or others were changed.
+
+    None where they are in no checkout, or in an environment that lies inside the checkout of something else.
+    """
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        if not _git(package, "ls-files", "__init__.py"):
+            return None
+        return _git(package, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """A reader sees the old content or the new one, never a part."""
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished.write_bytes(content)
+    unfinished.replace(file)
