@@ -12,7 +12,7 @@ from fedshard.core.recipe import Recipe
 from fedshard.engine.live import LiveSink
 from fedshard.engine.rows import EvalRow, Progress, RoundRow, StepRow, Summary
 from fedshard.engine.run_folder import RunFolder
-from fedshard.engine.trackers import TensorBoardSink, WandbSink, missing_trackers
+from fedshard.engine.trackers import TensorBoard, TrackerSink, Wandb, missing_trackers
 
 
 class Sink(Protocol):
@@ -90,7 +90,7 @@ def open_sinks(recipe: Recipe, folder: RunFolder) -> Sinks:
         raise InputError(faults)
     sinks: list[Sink] = [JsonlSink(folder), LiveSink(recipe.log.every)]
     if recipe.log.tensorboard:
-        sinks.append(TensorBoardSink(folder))
+        sinks.append(TrackerSink(TensorBoard(folder)))
     if recipe.log.wandb is not None:
-        sinks.append(WandbSink(recipe.log.wandb, recipe, folder))
+        sinks.append(TrackerSink(Wandb(recipe.log.wandb, recipe, folder)))
     return Sinks(sinks)
