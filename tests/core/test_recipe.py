@@ -42,9 +42,9 @@ def test_help_describes_every_key():
 def test_tiny_in_numbers():
     """2×1×2; 2 ranks × 4 sequences × 256 tokens are a group's step; 800,000 / 4,096 = 195.3 steps, rounded up."""
     recipe = Recipe()
-    assert (recipe.group_sequences, recipe.group_tokens, recipe.tokens_per_step) == (8, 2048, 4096)
-    assert (recipe.steps, recipe.budget_tokens) == (196, 800_000)
-    assert recipe.timetable == Timetable(every=10, warmup_steps=20, steps=196)
+    assert (recipe.group_sequences, recipe.group_tokens, recipe.tokens_per_step) == (4, 1024, 2048)
+    assert (recipe.steps, recipe.budget_tokens) == (391, 800_000)
+    assert recipe.timetable == Timetable(every=10, warmup_steps=39, steps=391)
     assert recipe.timetable.rounds() == 1 + 18
 
 
@@ -56,7 +56,7 @@ def test_accumulation_and_replicas_make_a_step_larger():
 
 def test_a_budget_of_steps():
     recipe = make_recipe({"budget": {"steps": 30}})
-    assert (recipe.steps, recipe.budget_tokens) == (30, 30 * 4096)
+    assert (recipe.steps, recipe.budget_tokens) == (30, 30 * 2048)
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,11 @@ class FolderModel(Section):
 TINY_MODEL = {
     "model_type": "llama",
     "vocab_size": 257,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
@@ -100,7 +100,7 @@ class TrainSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where every local rank has a device of its own, else the CPU, and says which."""
-    micro_batch: int = Field(default=4, ge=1)
+    micro_batch: int = Field(default=2, ge=1)
     """Sequences that one rank takes through the model at once."""
     accumulation: int = Field(default=1, ge=1)
     """Micro-batches of one rank in one optimizer step."""
@@ -218,7 +218,7 @@ class BudgetSection(Section):
 class EvaluateSection(Section):
     """Evaluation of the global model on held-out data."""
 
-    every: int = Field(default=100, ge=0)
+    every: int = Field(default=200, ge=0)
     """Optimizer steps between evaluations; with rounds it moves to the next round's end. The end is always evaluated.
     0: only the end."""
     sequences: int = Field(default=256, ge=1)
@@ -243,7 +243,7 @@ class Recipe(Section):
 
     >>> recipe = Recipe()
     >>> recipe.shape.strategy, recipe.tokens_per_step, recipe.steps
-    ('FL+FSDP', 4096, 196)
+    ('FL+FSDP', 2048, 391)
     """
 
     seed: int = Field(default=0, ge=0)
