@@ -40,17 +40,17 @@ def test_help_describes_every_key():
 
 
 def test_tiny_in_numbers():
-    """2×1×2; 2 ranks × 4 sequences × 256 tokens are a group's step; 800,000 / 4,096 = 195.3 steps, rounded up."""
+    """2×1×2; 2 ranks × 2 sequences × 256 tokens are a group's step; 800,000 / 2,048 = 390.6 steps, rounded up."""
     recipe = Recipe()
     assert (recipe.group_sequences, recipe.group_tokens, recipe.tokens_per_step) == (4, 1024, 2048)
     assert (recipe.steps, recipe.budget_tokens) == (391, 800_000)
     assert recipe.timetable == Timetable(every=10, warmup_steps=39, steps=391)
-    assert recipe.timetable.rounds() == 1 + 18
+    assert recipe.timetable.rounds() == 1 + 36
 
 
 def test_accumulation_and_replicas_make_a_step_larger():
     recipe = make_recipe({"layout": {"replicas": 3}, "train": {"accumulation": 5}})
-    assert recipe.group_sequences == 3 * 2 * 4 * 5
+    assert recipe.group_sequences == 3 * 2 * 2 * 5
     assert recipe.tokens_per_step == 2 * 120 * 256
 
 
