@@ -117,7 +117,8 @@ def test_the_commit_of_a_checkout(tmp_path: Path):
     (package / "__init__.py").touch()
     assert find_commit(package) is None  # no checkout
     git(tmp_path, "init", "-q")
-    assert find_commit(package) is None  # a checkout of something else
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "something else")
+    assert find_commit(package) is None  # it lies in a checkout, but does not belong to it
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "first")
     git(tmp_path, "tag", "-a", "v1", "-m", "v1")
