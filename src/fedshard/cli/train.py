@@ -41,7 +41,7 @@ def run(words: Sequence[str]) -> None:
     if "--dry-run" in given.flags:
         from fedshard.cli.dry_run import dry_run
 
-        dry_run(recipe)
+        dry_run(recipe, cache_folder())
         return
     name = path.stem if path else "tiny"
     into = Path(given.flags.get("--into") or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
