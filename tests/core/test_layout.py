@@ -64,6 +64,7 @@ def test_a_layout_prints_as_the_papers_write_it():
 @pytest.mark.parametrize(
     ("rows", "shards", "lengths"),
     [
+        (8, 4, [2, 2, 2, 2]),
         (6, 4, [2, 2, 2, 0]),
         (257, 4, [65, 65, 65, 62]),
         (8, 16, [1] * 8 + [0] * 8),

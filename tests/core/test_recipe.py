@@ -39,24 +39,34 @@ def test_help_describes_every_key():
     assert described == set(all_keys())
 
 
-def test_tiny_in_numbers():
-    """2×1×2; 2 ranks × 2 sequences × 256 tokens are a group's step; 800,000 / 2,048 = 390.6 steps, rounded up."""
-    recipe = Recipe()
-    assert (recipe.group_sequences, recipe.group_tokens, recipe.tokens_per_step) == (4, 1024, 2048)
-    assert (recipe.steps, recipe.budget_tokens) == (391, 800_000)
-    assert recipe.timetable == Timetable(every=10, warmup_steps=39, steps=391)
-    assert recipe.timetable.rounds() == 1 + 36
+SMALL = {
+    "layout": {"groups": 2, "replicas": 1, "shards": 2},
+    "data": {"sequence_length": 256},
+    "train": {"micro_batch": 4},
+    "sync": {"every": 10, "warmup_fraction": 0.1},
+    "budget": {"tokens": 800_000},
+}
 
 
-def test_accumulation_and_replicas_make_a_step_larger():
-    recipe = make_recipe({"layout": {"replicas": 3}, "train": {"accumulation": 5}})
-    assert recipe.group_sequences == 3 * 2 * 2 * 5
-    assert recipe.tokens_per_step == 2 * 120 * 256
+def test_a_budget_of_tokens():
+    """2 ranks × 4 sequences × 256 tokens are a group's step; 800,000 / 4,096 = 195.3 steps, rounded up."""
+    recipe = make_recipe(SMALL)
+    assert (recipe.group_sequences, recipe.group_tokens, recipe.tokens_per_step) == (8, 2048, 4096)
+    assert (recipe.steps, recipe.budget_tokens) == (196, 800_000)
+    assert recipe.timetable == Timetable(every=10, warmup_steps=20, steps=196)
+    assert recipe.timetable.rounds() == 1 + 18
 
 
 def test_a_budget_of_steps():
-    recipe = make_recipe({"budget": {"steps": 30}})
-    assert (recipe.steps, recipe.budget_tokens) == (30, 30 * 2048)
+    recipe = make_recipe(SMALL | {"budget": {"steps": 30}})
+    assert (recipe.steps, recipe.budget_tokens) == (30, 30 * 4096)
+
+
+def test_accumulation_and_replicas_make_a_step_larger():
+    layout, train = {"groups": 2, "replicas": 3, "shards": 2}, {"micro_batch": 4, "accumulation": 5}
+    recipe = make_recipe(SMALL | {"layout": layout, "train": train})
+    assert recipe.group_sequences == 3 * 2 * 4 * 5
+    assert recipe.tokens_per_step == 2 * 120 * 256
 
 
 @pytest.mark.parametrize(
