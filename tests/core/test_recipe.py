@@ -66,7 +66,7 @@ def test_accumulation_and_replicas_make_a_step_larger():
     layout, train = {"groups": 2, "replicas": 3, "shards": 2}, {"micro_batch": 4, "accumulation": 5}
     recipe = make_recipe(SMALL | {"layout": layout, "train": train})
     assert recipe.group_sequences == 3 * 2 * 4 * 5
-    assert recipe.tokens_per_step == 2 * 60 * 256
+    assert recipe.tokens_per_step == 2 * 120 * 256
 
 
 @pytest.mark.parametrize(
