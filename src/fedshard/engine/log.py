@@ -131,13 +131,13 @@ class Log:
 
     def _all_groups(self) -> torch.Tensor:
         """What each group knows of the kept steps: (steps, groups, 5). One message per rank crosses groups."""
-        world = self.job.world
+        world, federates = self.job.world, self.job.federation.federates
         table = torch.zeros(len(self._kept), world.layout.groups, 5, dtype=torch.float64)
-        if world.rank % world.layout.group_ranks == 0:  # one rank speaks for its group
+        if world.rank % world.layout.group_ranks == 0 or not federates:  # one rank speaks for its group
             for row, done, seconds in zip(table, self._kept, self._seconds, strict=True):
                 known = [done.nll_sum, done.label_tokens, done.router_loss, done.grad_norm, seconds]
                 row[world.place.group] = torch.tensor(known, dtype=torch.float64)
-        return agree(table, world.mesh) if self.job.federation.federates else table
+        return agree(table, world.mesh) if federates else table
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilisation: what the ranks achieve of their devices' peak."""
