@@ -76,7 +76,7 @@ def run(script: str, folder: Path, environment: dict[str, str], seconds: float =
 def tools(tmp_path_factory) -> dict[str, str]:
     """An environment in which `fedshard`, `python` and `torchrun` are those of this Python."""
     folder = tmp_path_factory.mktemp("tools")
-    shorten = f'case " $* " in *" train "*) set -- "$@" {SHORT};; esac\n'
+    shorten = f'case " $* " in *" --dry-run "*) ;; *" train "*) set -- "$@" {SHORT};; esac\n'
     commands = {
         "python": f'exec "{sys.executable}" "$@"',
         "fedshard": f'{shorten}exec "{sys.executable}" -m fedshard "$@"',
