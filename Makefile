@@ -13,7 +13,7 @@ install:  ## all that developing needs, editable, into the current environment
 check:  ## style, types, import contracts, architecture
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m basedpyright
+	$(PYTHON) -m basedpyright --pythonpath "$$($(PYTHON) -c "import sys; print(sys.executable)")"
 	$(PYTHON) -m pytest tests/test_architecture.py
 
 format:  ## bring all files into the one style
