@@ -2,9 +2,9 @@
 
     python benchmarks/loop.py
 
-Two ranks, layout 1×1×2, the `tiny` model. The hand-written loop is what a good one looks like without fedshard: blocks
-and root sharded, fused AdamW, clipping, a loss over shifted labels. It runs with gloo's own reduce-scatter, and with the
-ring that fedshard installs, so that the loop and the collective are told apart.
+Two ranks, layout 1×1×2, the `tiny` model. The hand-written loop is what a good one looks like without fedshard:
+blocks and root sharded, fused AdamW, clipping, a loss over shifted labels. It runs with gloo's own reduce-scatter, and
+with the ring that fedshard installs, so that the loop and the collective are told apart.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ of its own; skipped, and said so, where the kernel has none). The model is a few
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import statistics
 import subprocess
@@ -49,8 +50,8 @@ def measure(rank: int, replicas: int, outer: str, small: bool, repeats: int, por
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2 * replicas)
-    sizes = (2, replicas, 1) if replicas > 1 else (2, 1)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("group", "replica", "shard")[: len(sizes) - 1] + ("shard",))
+    sizes = {"group": 2, "replica": replicas, "shard": 1} if replicas > 1 else {"group": 2, "shard": 1}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = Blocks(1, 1024, 2816, 256) if small else Blocks(2, HIDDEN, FEED, KEYS)
     numel = sum(parameter.numel() for parameter in model.parameters())
     fully_shard(model, mesh=shard_mesh(mesh))
@@ -83,7 +84,11 @@ def measure(rank: int, replicas: int, outer: str, small: bool, repeats: int, por
 
 
 def reset_peak() -> int:
-    """Start measuring the peak of resident memory anew; returns what is resident now, in bytes."""
+    """Start measuring the peak of resident memory anew; returns what is resident now, in bytes.
+
+    Free memory goes back to the system first, so that what a call takes from it is seen.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return status_bytes("VmRSS")
 

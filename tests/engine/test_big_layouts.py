@@ -25,7 +25,8 @@ from transformers import LlamaConfig
 from fedshard import Federation
 from fedshard.core.layout import Layout
 from fedshard.core.recipe import TrainSection
-from fedshard.engine.model import build_on_meta, decoder_blocks, named_parameters
+from fedshard.engine.model import build_on_meta, decoder_blocks
+from fedshard.engine.parameters import named_parameters
 from fedshard.engine.shard import shard_model
 from fedshard.testing import Traffic
 

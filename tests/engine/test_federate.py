@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ WIDTHS = (6, 5, 3)  # 5 and 3 rows over 2 shards: uneven parts; biases of 3 over
 
 def make_model(seed: int = 1, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(seed)
-    layers = [nn.Linear(a, b) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    layers = [nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
     return nn.Sequential(layers[0], nn.Tanh(), layers[1]).to(dtype)
 
 

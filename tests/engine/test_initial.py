@@ -13,7 +13,8 @@ from fedshard.core.errors import InputError
 from fedshard.core.layout import Layout
 from fedshard.engine import initial
 from fedshard.engine.initial import fill, materialise, read_initials
-from fedshard.engine.model import build_on_meta, local_part, named_parameters
+from fedshard.engine.model import build_on_meta
+from fedshard.engine.parameters import local_part, named_parameters
 from fedshard.engine.values import Constant, Normal, Piece
 
 CPU = torch.device("cpu")

@@ -6,17 +6,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import CONFIG_MAPPING
 
 from fedshard.core.errors import InputError
-from fedshard.engine.model import (
-    build_on_meta,
-    count_parameters,
-    decoder_blocks,
-    edge_modules,
-    flops_per_token,
-    local_part,
-    local_rows,
-    named_parameters,
-    tied_names,
-)
+from fedshard.engine.model import build_on_meta, count_parameters, decoder_blocks, edge_modules, flops_per_token
+from fedshard.engine.parameters import local_part, local_rows, named_parameters, tied_names
 
 # The published configs, as far as they decide sizes.
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}

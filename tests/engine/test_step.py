@@ -16,7 +16,7 @@ from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import make_recipe
 from fedshard.engine.evaluate import evaluate
 from fedshard.engine.job import Job, make_job
-from fedshard.engine.model import named_parameters
+from fedshard.engine.parameters import named_parameters
 from fedshard.engine.step import Skips, take_step
 from fedshard.testing import RankContext, RankPool, Traffic
 

@@ -11,7 +11,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from fedshard.core.errors import InputError
 from fedshard.core.layout import Layout
 from fedshard.engine.initial import materialise
-from fedshard.engine.model import build_on_meta, local_part, named_parameters
+from fedshard.engine.model import build_on_meta
+from fedshard.engine.parameters import local_part, named_parameters
 from fedshard.engine.tensor_files import TensorFiles, has_weights
 from fedshard.engine.weights import load, plan_weights
 

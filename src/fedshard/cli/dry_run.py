@@ -39,9 +39,12 @@ def layout_lines(recipe: Recipe) -> list[tuple[str, str]]:
 
 def size_lines(recipe: Recipe) -> list[tuple[str, str]]:
     """What the model's shapes add: bytes of a round, and memory of the first rank, which holds most."""
+    import torch
+
     from fedshard.engine.config import read_config
-    from fedshard.engine.model import build_on_meta, decoder_blocks, named_parameters
-    from fedshard.engine.shard import stored_dtype
+    from fedshard.engine.model import build_on_meta, decoder_blocks
+    from fedshard.engine.parameters import named_parameters
+    from fedshard.engine.shard import compute_dtype, stored_dtype
 
     model = build_on_meta(read_config(recipe.model), stored_dtype(recipe.train))
     parameters = list(named_parameters(model).values())
@@ -50,7 +53,8 @@ def size_lines(recipe: Recipe) -> list[tuple[str, str]]:
     owned = sum(-(-numel // shape.replicas) for numel in local)
     blocks = [sum(each.numel() for each in block.parameters()) for _, block in decoder_blocks(model)]
     root = sum(each.numel() for each in parameters) - sum(blocks)
-    gathered = item if recipe.train.precision == "float32" else 2
+    cuda = recipe.train.device != "cpu" and torch.cuda.is_available()
+    gathered = compute_dtype(recipe.train, "cuda" if cuda else "cpu").itemsize
     moments = 2 if recipe.optimizer.kind == "adamw" else 0
     copies = (recipe.sync.anchor or recipe.sync.outer.kind != "mean") + (recipe.sync.outer.kind != "mean")
     vocabulary = model.config.get_text_config().vocab_size

@@ -85,8 +85,9 @@ def check_and_train(recipe: Recipe, into: Path, cache: Path, as_json: bool) -> N
 def check_all(recipe: Recipe, into: Path, cache: Path, as_json: bool) -> None:
     """All faults of recipe, model, data and folder at once. Raises InputError."""
     from fedshard.engine.job import check
+    from fedshard.engine.trackers import missing_trackers
 
-    faults: list[Fault] = []
+    faults = list(missing_trackers(recipe))
     if into.exists():
         faults.append(Fault(str(into), "exists already", "Give another folder with --into DIR."))
     try:

@@ -55,4 +55,7 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], most_paths: int =
 def _without_value(name: str, flags: Mapping[str, str]) -> Fault:
     if name in flags:
         return Fault(name, "has no value", f"Write {name} {flags[name]}.")
-    return Fault(name, "has no value, and is no flag", f"Did you mean --{nearest_key(name[2:])} VALUE?")
+    meant = nearest_key(name[2:])
+    if name[2:] == meant:
+        return Fault(name, "has no value", f"Write {name} VALUE.")
+    return Fault(name, "has no value, and is no flag", f"Did you mean --{meant} VALUE?")

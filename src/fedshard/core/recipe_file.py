@@ -40,8 +40,9 @@ def read_recipe(path: Path | None = None, overrides: Sequence[str] = ()) -> Reci
     0.7
     """
     raw = Recipe().model_dump(mode="json", exclude_none=True) | (read_toml(path) if path else {})
+    anew: set[tuple[str, ...]] = set()  # sections that these words have started anew
     for keys, value in parse_overrides(overrides):
-        put(raw, keys, value)
+        put(raw, keys, value, anew)
     return make_recipe(raw)
 
 
@@ -89,11 +90,12 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def put(raw: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
-    """Set one key of a raw recipe; where that key decides what its section may hold, the section starts anew."""
+def put(raw: dict[str, Any], keys: tuple[str, ...], value: Any, anew: set[tuple[str, ...]]) -> None:
+    """Set one key of a raw recipe; where that key decides what its section may hold, the section starts anew, once."""
     for choice, section in CHOICES.items():
-        if keys[: len(choice)] == choice and _look(raw, keys) != value:
+        if keys[: len(choice)] == choice and _look(raw, keys) != value and section not in anew:
             _section(raw, section).clear()
+            anew.add(section)
     _section(raw, keys[:-1])[keys[-1]] = value
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fedshard.engine.model import local_part, plain_name
+from fedshard.engine.parameters import local_part, plain_name
 
 HASH_CHUNK = 2**20
 HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # 2⁶⁴ / golden ratio as a signed number: neighbours get unlike multipliers

@@ -12,7 +12,7 @@ from fedshard.engine.ring import ring_mean
 # torch 2.13 renames this collective and warns about the old name; 2.11 knows only the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-RING_CHUNK = 2**20
+RING_CHUNK = 2**21
 """Elements of a ring's chunk: long enough for the link to run at its rate, short enough to overlap with arithmetic."""
 
 
@@ -27,15 +27,16 @@ def all_gather(
 
 
 def weighted_mean(
-    wire: torch.Tensor, weights: Sequence[float], group: dist.ProcessGroup
+    wire: torch.Tensor, weights: Sequence[float], group: dist.ProcessGroup, scratch: torch.Tensor | None
 ) -> Generator[None, None, None]:
     """The weighted mean of `wire` over `group`, in place; `next` moves it on, and its end is the mean's.
 
     `weights` are the ranks' in group order and sum to 1; a rank of weight 0 is left out, whatever its values.
-    Between two calls the message is on its way, so several means can share the link.
+    Between two calls the message is on its way, so several means can share the link. `scratch` is what
+    `scratch_numel` asks for.
     """
-    if dist.get_backend(group) == "gloo":
-        yield from ring_mean(wire, weights, group)
+    if scratch is not None:
+        yield from ring_mean(wire, weights, group, scratch)
         return
     mine = weights[group.rank()]
     if mine == 0:
@@ -55,3 +56,8 @@ def segment_numel(group: dist.ProcessGroup) -> int | None:
     arithmetic run beside another's transfer. NCCL pipelines inside the message and prefers it whole.
     """
     return RING_CHUNK * group.size() if dist.get_backend(group) == "gloo" else None
+
+
+def scratch_numel(group: dist.ProcessGroup, largest: int) -> int | None:
+    """Working space that a weighted mean of at most `largest` elements needs, in elements; None: none, on NCCL."""
+    return -(-largest // group.size()) if dist.get_backend(group) == "gloo" else None

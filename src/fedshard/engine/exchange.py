@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fedshard.engine.collectives import all_gather, segment_numel, weighted_mean
+from fedshard.engine.collectives import all_gather, scratch_numel, segment_numel, weighted_mean
 
 IN_PLACE_BYTES = 2**18
 """Smaller tensors are cheaper to copy into a bucket than to send on their own."""
 
-IN_FLIGHT = 3
-"""Messages on their way at once: one leaves, one arrives, one is worked on."""
+IN_FLIGHT = 4
+"""Messages on their way at once: some leave, some arrive, one is worked on."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class _Message:
     piece: Piece
     wire: torch.Tensor  # (piece.numel,)
     bucket: torch.Tensor | None  # (replicas · bucket_numel,)
+    scratch: torch.Tensor | None
     hops: Generator[None, None, None]
 
 
@@ -115,7 +116,7 @@ class Exchange:
         For every piece, `prepare(piece, wire)` turns this group's owned values into what is averaged, and
         `finish(piece, wire)` turns the mean into the new values. `wire` is (piece.numel,) and changed in place.
         """
-        buckets = self._buckets()
+        buckets, scratches = self._buckets(), self._scratches()
         flying: deque[_Message] = deque()
         gathers: list[dist.Work] = []
 
@@ -127,17 +128,19 @@ class Exchange:
                 return
             finish(message.piece, message.wire)
             gathers.extend(self._store(message, tensors))
+            scratches.append(message.scratch)
             if message.bucket is not None:
                 buckets.append(message.bucket)
 
         for piece in self.pieces:
-            while len(flying) == IN_FLIGHT or not (piece.in_place or buckets):
+            while not scratches or not (piece.in_place or buckets):
                 advance()
-            bucket = None if piece.in_place else buckets.pop()
+            bucket, scratch = None if piece.in_place else buckets.pop(), scratches.pop()
             wire = self._load(piece, tensors, bucket)
             prepare(piece, wire)
-            flying.append(_Message(piece, wire, bucket, weighted_mean(wire, weights, self.group_axis)))
-            next(flying[-1].hops, None)
+            hops = weighted_mean(wire, weights, self.group_axis, scratch)
+            flying.append(_Message(piece, wire, bucket, scratch, hops))
+            next(hops, None)
         while flying:
             advance()
         for gather in gathers:
@@ -189,6 +192,13 @@ class Exchange:
         numels = [piece.numel for piece in self.pieces if not piece.in_place]
         numel = self.replicas * max(numels, default=0)
         return [torch.empty(numel, dtype=self.wire_dtype, device=self.device) for _ in numels[:2]]
+
+    def _scratches(self) -> list[torch.Tensor | None]:
+        """Working space for the messages that may be on their way at once, one each."""
+        numel = scratch_numel(self.group_axis, max((piece.numel for piece in self.pieces), default=0))
+        if numel is None:
+            return [None] * IN_FLIGHT
+        return [torch.empty(numel, dtype=self.wire_dtype, device=self.device) for _ in range(IN_FLIGHT)]
 
     def _load(self, piece: Piece, tensors: Sequence[torch.Tensor], bucket: torch.Tensor | None) -> torch.Tensor:
         """Our owned values of a piece, where they can travel: in the bucket, or in the tensor itself."""

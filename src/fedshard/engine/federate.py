@@ -35,8 +35,8 @@ from fedshard.core.errors import Fault, InputError, RunError
 from fedshard.core.timetable import Timetable
 from fedshard.engine.agree import agree, average_buffers, first_difference, make_equal, persistent_buffers
 from fedshard.engine.exchange import Exchange, Piece
-from fedshard.engine.model import local_rows, named_parameters
 from fedshard.engine.outer import Mean, OuterOptimizer
+from fedshard.engine.parameters import local_rows, named_parameters
 from fedshard.engine.shard import flat, reshard
 from fedshard.engine.update import AnchoredMean, OuterStep, PlainMean, Update
 

@@ -14,15 +14,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
 from fedshard.core.errors import Fault, InputError
-from fedshard.engine.model import (
-    build_on_meta,
-    local_part,
-    local_rows,
-    named_parameters,
-    plain_name,
-    some_of,
-    tied_names,
-)
+from fedshard.engine.model import build_on_meta, some_of
+from fedshard.engine.parameters import local_part, local_rows, named_parameters, plain_name, tied_names
 from fedshard.engine.values import Constant, Law, Normal, Piece, Uniform, initial_values
 
 CHUNK = 2**15

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from fedshard.core.recipe import OptimizerSection, ScheduleSection
-from fedshard.engine.model import named_parameters
+from fedshard.engine.parameters import named_parameters
 from fedshard.engine.shard import flat
 
 

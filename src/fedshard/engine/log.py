@@ -15,7 +15,8 @@ from fedshard.engine.evaluate import Evaluation
 from fedshard.engine.federate import RoundReport
 from fedshard.engine.job import Job
 from fedshard.engine.meter import Meter
-from fedshard.engine.model import flops_per_token, named_parameters
+from fedshard.engine.model import flops_per_token
+from fedshard.engine.parameters import named_parameters
 from fedshard.engine.peaks import peak_flops
 from fedshard.engine.rows import EvalRow, Progress, RoundRow, StepRow, Summary
 from fedshard.engine.shard import compute_dtype
@@ -36,6 +37,7 @@ class Log:
     _inner_seconds: list[float | None] = field(default_factory=list)
     _rounds: int = 0
     _train_loss: float = 0.0
+    _router_loss: float | None = None
     _evaluated: Evaluation | None = None
     _flops: int | None = None
 
@@ -74,6 +76,7 @@ class Log:
         ):
             nll, labels, router, norms, _ = zip(*of_groups, strict=True)
             self._train_loss = sum(nll) / max(sum(labels), 1)
+            self._router_loss = sum(router) / groups if any(router) else None
             now = first + offset
             speed = recipe.tokens_per_step / seconds
             self.sinks.step(
@@ -87,7 +90,7 @@ class Log:
                     tokens_per_second=speed,
                     seconds=seconds,
                     inner_seconds=inner,
-                    router_loss=sum(router) / groups if any(router) else None,
+                    router_loss=self._router_loss,
                     mfu=self._mfu(speed),
                 )
             )
@@ -125,6 +128,7 @@ class Log:
             peak_memory_bytes=int(peak_memory),
             rss_bytes=int(rss),
             mfu=self._mfu(speed),
+            router_loss=self._router_loss,
         )
         self.sinks.summary(summary)
         return summary

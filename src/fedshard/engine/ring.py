@@ -14,16 +14,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 
-def ring_mean(wire: torch.Tensor, weights: Sequence[float], group: dist.ProcessGroup) -> Generator[None, None, None]:
+def ring_mean(
+    wire: torch.Tensor, weights: Sequence[float], group: dist.ProcessGroup, arriving: torch.Tensor
+) -> Generator[None, None, None]:
     """The weighted mean of `wire` over `group`, in place: (numel,) on every rank; each `next` does one hop.
 
     A running mean travels the ring: mean ← mean + w/W·(mine − mean), where W is the weight so far. So the weighting
     costs no pass of its own, equal values stay exactly equal, and what has weight 0 is left out, not multiplied by it.
-    Sends 2(n−1)/n of the tensor. Raises nothing; ranks must make the same calls in the same order.
+    Sends 2(n−1)/n of the tensor. `arriving` is working space of at least ⌈numel/n⌉ elements. Ranks must make the same
+    calls in the same order.
     """
     ranks, rank = group.size(), group.rank()
     chunks = _chunks(wire, ranks)
-    arriving = torch.empty_like(chunks[0])
     for hop in range(1, ranks):
         leaving, mine = (rank - hop) % ranks, (rank - hop - 1) % ranks
         here = arriving[: chunks[mine].numel()]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fedshard.core.recipe import TrainSection
-from fedshard.engine.model import local_part
+from fedshard.engine.parameters import local_part
 from fedshard.engine.ring import RingReduceScatter
 
 

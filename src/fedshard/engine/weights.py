@@ -25,7 +25,8 @@ from transformers.core_model_loading import (
 )
 
 from fedshard.core.errors import Fault, InputError
-from fedshard.engine.model import build_on_meta, local_part, local_rows, plain_name, some_of, tied_names
+from fedshard.engine.model import build_on_meta, some_of
+from fedshard.engine.parameters import local_part, local_rows, plain_name, tied_names
 from fedshard.engine.tensor_files import TensorFiles, has_weights
 
 __all__ = ["has_weights", "load", "plan_weights"]

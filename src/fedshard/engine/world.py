@@ -211,6 +211,7 @@ def make_world(
 @contextmanager
 def _torch_settings(launch: Launch, deterministic: bool) -> Iterator[None]:
     """Threads by the machine's cores, deterministic kernels if asked for; torch's settings as before afterwards."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler says on stderr that it starts and stops
     threads, was_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(max(1, launch.cores // launch.local_ranks))
     if deterministic:
