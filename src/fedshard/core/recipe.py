@@ -62,8 +62,8 @@ TINY_MODEL = {
     "hidden_size": 192,
     "intermediate_size": 512,
     "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
