@@ -137,6 +137,13 @@ def test_rounds_of_a_single_group_send_nothing(capsys: pytest.CaptureFixture[str
     assert "FSDP over all ranks" not in out
 
 
+def test_without_fsdps_bytes_nothing_is_compared(capsys: pytest.CaptureFixture[str]):
+    print_summary(SUMMARY, federated=True, fsdp_bytes=None, as_json=False)
+    out = capsys.readouterr().out
+    assert "19, each 2.48 MB per rank to other groups" in out
+    assert "FSDP over all ranks" not in out
+
+
 def test_what_is_known_of_some_runs_only(capsys: pytest.CaptureFixture[str]):
     print_summary(replace(SUMMARY, mfu=0.4123, router_loss=0.0213), federated=False, fsdp_bytes=0, as_json=False)
     out = capsys.readouterr().out

@@ -104,23 +104,30 @@ def test_time_left_is_wall_time_at_the_pace_since_the_first_step():
     assert meter.eta_seconds(2) == 12.0
 
 
-def test_which_steps_are_sampled():
-    meter = Meter(CPU, profile_every=3, warmup_steps=4)
-    sampled = []
+@pytest.mark.parametrize(
+    ("profile_every", "warmup_steps", "expected"),
+    [(3, 0, [3, 6, 9]), (3, 4, [6, 9]), (0, 0, [])],
+    ids=["every third", "not synchronous ones", "off"],
+)
+def test_which_steps_tell_their_communication(profile_every: int, warmup_steps: int, expected: list[int]):
+    meter = Meter(CPU, profile_every=profile_every, warmup_steps=warmup_steps)
+    told = []
     for step in range(1, 11):
         with meter.step(step):
             torch.ones(1)
         if meter.inner_seconds is not None:
-            sampled.append(step)
-    assert sampled == [6, 9]  # step 2 was synchronous
+            told.append(step)
+    assert told == expected
 
 
-def test_no_step_is_sampled_where_that_is_off():
+@pytest.mark.parametrize("first", [1, 101], ids=["from the start", "of a run that goes on"])
+def test_the_second_step_is_weighed_where_sampling_is_off(first: int):
     meter = Meter(CPU, profile_every=0, warmup_steps=0)
-    with meter.step(2):
-        pass
-    assert meter.inner_seconds is None
-    assert meter.peak_memory_bytes >= 0
+    others = live_tensor_bytes()
+    for step, numel in enumerate((3_000_000, 2_000_000, 4_000_000), start=first):
+        with meter.step(step):
+            torch.zeros(numel)
+    assert meter.peak_memory_bytes - others == pytest.approx(8e6, rel=0.01)
 
 
 def test_a_failing_step_leaves_no_profiler_behind():

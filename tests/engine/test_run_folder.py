@@ -15,7 +15,7 @@ from fedshard.core.errors import InputError
 from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import read_recipe, write_recipe
 from fedshard.engine.rows import to_json
-from fedshard.engine.run_folder import RunFolder, describe_environment, find_commit
+from fedshard.engine.run_folder import RunFolder, describe_environment, find_commit, read_rows
 
 
 @pytest.fixture
@@ -49,15 +49,14 @@ def test_a_folder_that_cannot_be_made_is_wrong_input(tmp_path: Path):
         RunFolder.create(tmp_path / "file" / "run", "", {})
 
 
+def steps(folder: RunFolder, name: str) -> list[int]:
+    return [row["step"] for row in read_rows(folder.path / name)]
+
+
 def test_each_row_is_on_disk_as_a_whole_line_at_once(folder: RunFolder):
     for step in (1, 2):
         folder.append(replace(STEP, step=step))
-        assert (
-            (folder.path / "metrics.jsonl")
-            .read_text(encoding="utf-8")
-            .endswith(f"{lines(folder, 'metrics.jsonl')[-1]}\n")
-        )
-        assert [json.loads(line)["step"] for line in lines(folder, "metrics.jsonl")] == list(range(1, step + 1))
+        assert steps(folder, "metrics.jsonl") == list(range(1, step + 1))
     folder.append(ROUND)
     folder.append(EVALUATION)
     assert lines(folder, "rounds.jsonl") == [to_json(ROUND)]
@@ -78,18 +77,25 @@ def test_cutting_back_leaves_what_came_up_to_a_step(folder: RunFolder):
         folder.append(replace(EVALUATION, step=step))
     folder.write_summary(SUMMARY)
     folder.cut_back(8)
-    assert [json.loads(line)["step"] for line in lines(folder, "metrics.jsonl")] == list(range(1, 9))
-    assert [json.loads(line)["step"] for line in lines(folder, "rounds.jsonl")] == [4, 8]
-    assert [json.loads(line)["step"] for line in lines(folder, "evals.jsonl")] == [4, 8]
+    assert steps(folder, "metrics.jsonl") == list(range(1, 9))
+    assert steps(folder, "rounds.jsonl") == steps(folder, "evals.jsonl") == [4, 8]
     assert not (folder.path / "summary.json").exists()
     folder.append(replace(STEP, step=9))
-    assert json.loads(lines(folder, "metrics.jsonl")[-1])["step"] == 9
+    assert steps(folder, "metrics.jsonl")[-1] == 9
 
 
-def test_cutting_back_drops_a_line_that_was_never_finished(folder: RunFolder):
+def test_rows_are_read_as_they_were_written(folder: RunFolder):
+    folder.append(ROUND)
+    assert read_rows(folder.path / "metrics.jsonl") == []
+    (row,) = read_rows(folder.path / "rounds.jsonl")
+    assert type(ROUND)(**row) == ROUND
+
+
+def test_a_line_that_was_never_finished_is_neither_read_nor_kept(folder: RunFolder):
     folder.append(replace(STEP, step=1))
     with (folder.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(to_json(replace(STEP, step=2))[:40])
+    assert steps(folder, "metrics.jsonl") == [1]
     folder.cut_back(8)
     assert lines(folder, "metrics.jsonl") == [to_json(replace(STEP, step=1))]
 

@@ -74,17 +74,18 @@ def progress_line(progress: Progress) -> str:
 
 
 def print_summary(
-    summary: Summary, *, federated: bool, fsdp_bytes: int, as_json: bool, console: Console | None = None
+    summary: Summary, *, federated: bool, fsdp_bytes: int | None, as_json: bool, console: Console | None = None
 ) -> None:
     """The result on stdout: a table on a terminal, plain lines elsewhere, or the JSON of `summary.json`.
 
-    `fsdp_bytes` is what FSDP over all ranks would send between groups for each rank, from one round to the next.
+    `federated`: whether there were rounds to speak of. `fsdp_bytes` is what FSDP over all ranks would send between
+    groups for each rank, from one round to the next; None where nobody knows.
     """
     console = console or Console()
     if as_json:
         console.out(to_json(summary, indent=2), highlight=False)
         return
-    lines = summary_lines(summary, fsdp_bytes if federated else None)
+    lines = summary_lines(summary, federated, fsdp_bytes)
     if console.is_terminal:
         table = Table(show_header=False, title=f"{summary.strategy} {summary.layout}")
         for name, value in lines:
@@ -95,8 +96,8 @@ def print_summary(
             console.out(f"{name:24}  {value}", highlight=False)
 
 
-def summary_lines(summary: Summary, fsdp_bytes: int | None) -> list[tuple[str, str]]:
-    """What the result says, as (name, value); without `fsdp_bytes` nothing of rounds."""
+def summary_lines(summary: Summary, federated: bool, fsdp_bytes: int | None) -> list[tuple[str, str]]:
+    """What the result says, as (name, value); arguments as in `print_summary`."""
     speed, steady = summary.tokens_per_second, summary.steady_tokens_per_second
     memory, resident = format_bytes(summary.peak_memory_bytes), format_bytes(summary.rss_bytes)
     lines = [
@@ -112,10 +113,10 @@ def summary_lines(summary: Summary, fsdp_bytes: int | None) -> list[tuple[str, s
         lines.append(("model FLOPs utilisation", f"{summary.mfu:.1%}"))
     if summary.router_loss is not None:
         lines.append(("router loss", f"{summary.router_loss:.4f}"))
-    if fsdp_bytes is not None:
+    if federated:
         sent = summary.round_sent_bytes
         lines.append(("rounds", f"{summary.rounds}, each {format_bytes(sent)} per rank to other groups"))
-        if sent > 0:
+        if fsdp_bytes is not None and sent > 0:
             more = f"{fsdp_bytes / sent:.3g} times as much"
             lines.append(("FSDP over all ranks", f"{format_bytes(fsdp_bytes)} in the same steps: {more}"))
     return lines

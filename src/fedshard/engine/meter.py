@@ -26,8 +26,9 @@ from fedshard.engine.sample import live_tensor_bytes, sample
 class Meter:
     """Adds up the training time of one rank, which is its steps and its rounds.
 
-    Every `profile_every` steps (0: never) one is looked at closely: the second of the run, when all state exists, and
-    then from the second after the `warmup_steps` synchronous ones. `clock` gives seconds.
+    Steps whose number is a multiple of `profile_every` (0: none) are sampled: looked at closely, which takes time.
+    On the CPU the second step always is, for its memory: by then all state exists. The first `warmup_steps` are
+    synchronous. `clock` gives seconds.
     """
 
     def __init__(
@@ -55,14 +56,16 @@ class Meter:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Time the step of that number (from 1); what profiling costs before and after it does not count."""
-        with sample(self._device) if self._samples(step) else nullcontext() as seen:
+        timed = self._profile_every > 0 and step % self._profile_every == 0
+        weighed = self._device.type == "cpu" and len(self._ends) == 1
+        with sample(self._device) if timed or weighed else nullcontext() as seen:
             began = self._now()
             yield
             self.step_seconds = self._now() - began
         if not self._ends:
             self._first_end = self._clock()
         self._add(step, self.step_seconds)
-        self.inner_seconds = seen.communication_seconds if seen and step > self._warmup_steps else None
+        self.inner_seconds = seen.communication_seconds if seen and timed and step > self._warmup_steps else None
         self._sampled_peak_bytes = max(self._sampled_peak_bytes, seen.peak_memory_bytes if seen else 0)
 
     @contextmanager
@@ -111,10 +114,6 @@ class Meter:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return self._clock()
-
-    def _samples(self, step: int) -> bool:
-        apart = step - self._warmup_steps - 2
-        return self._profile_every > 0 and (step == 2 or (apart >= 0 and apart % self._profile_every == 0))
 
     def _add(self, step: int, seconds: float) -> None:
         self.training_seconds += seconds

@@ -65,10 +65,14 @@ class RunFolder:
         """Forget what came after `step`, so that a run can go on from there: later rows, a last line that a killed run
         left unfinished, and the summary."""
         for name in FILES.values():
-            lines = (self.path / name).read_bytes().splitlines(keepends=True)
-            whole = (line for line in lines if line.endswith(b"\n"))
-            _replace(self.path / name, b"".join(line for line in whole if json.loads(line)["step"] <= step))
+            kept = (line for line in _whole_lines(self.path / name) if json.loads(line)["step"] <= step)
+            _replace(self.path / name, b"".join(kept))
         (self.path / "summary.json").unlink(missing_ok=True)
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of one of a run's JSONL files, in order, without a last line that a killed run left unfinished."""
+    return [json.loads(line) for line in _whole_lines(file)]
 
 
 def describe_environment(ranks: int, device: torch.device, hosts: Sequence[str]) -> dict[str, Any]:
@@ -119,6 +123,11 @@ def find_commit(package: Path) -> str | None:
 def _git(folder: Path, *words: str) -> str:
     done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
+
+
+def _whole_lines(file: Path) -> list[bytes]:
+    """Lines with their ends; one without an end is still being written, or never will be."""
+    return [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _replace(file: Path, content: bytes) -> None:
