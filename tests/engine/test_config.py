@@ -42,7 +42,7 @@ def edit(folder, **changes):
 
 def test_the_built_in_model():
     config = read()
-    assert (config.model_type, config.hidden_size, config.vocab_size) == ("llama", 192, 257)
+    assert (config.model_type, config.hidden_size, config.vocab_size) == ("llama", 160, 257)
     assert config.tie_word_embeddings
     assert config.max_position_embeddings == 512
 

@@ -59,8 +59,8 @@ class FolderModel(Section):
 TINY_MODEL = {
     "model_type": "llama",
     "vocab_size": 257,
-    "hidden_size": 192,
-    "intermediate_size": 512,
+    "hidden_size": 160,
+    "intermediate_size": 480,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
