@@ -45,7 +45,8 @@ class Momentum:
         self.learning_rate, self.momentum = learning_rate, momentum
 
     def step(self, anchor: torch.Tensor, delta: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        velocity = state["momentum"].mul_(self.momentum).add_(delta)
+        velocity = state["momentum"]
+        torch.add(delta, velocity, alpha=self.momentum, out=velocity)
         anchor.sub_(velocity, alpha=self.learning_rate)
 
 
@@ -61,7 +62,8 @@ class Nesterov:
         self.learning_rate, self.momentum = learning_rate, momentum
 
     def step(self, anchor: torch.Tensor, delta: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        velocity = state["momentum"].mul_(self.momentum).add_(delta)
+        velocity = state["momentum"]
+        torch.add(delta, velocity, alpha=self.momentum, out=velocity)
         anchor.sub_(delta, alpha=self.learning_rate).sub_(velocity, alpha=self.learning_rate * self.momentum)
 
 
