@@ -51,8 +51,7 @@ def test_the_built_in_model():
 def test_every_misspelt_field_is_refused_with_the_right_one(field):
     wrong = field.replace("_", "-")
     given = {name: value for name, value in TINY_MODEL.items() if name != field} | {wrong: TINY_MODEL[field]}
-    (fault,) = faults_of(ConfigModel(**given))
-    assert fault.key == f"model.{wrong}"
+    fault = {each.key: each for each in faults_of(ConfigModel(**given))}[f"model.{wrong}"]
     assert f"model.{field}?" in fault.mend
 
 
