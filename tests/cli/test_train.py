@@ -1,4 +1,4 @@
-"""`fedshard train`: what bad input gets, what becomes of the job when a rank fails, and the contract of a run folder."""
+"""`fedshard train`: what bad input gets, what a failing rank does to the job, and what a run writes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def refused(capsys: pytest.CaptureFixture[str], *given: str) -> str:
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        (words() + ["--sync.evry", "3"], ["sync.evry: no such key", "sync.every?"]),
+        ([*words(), "--sync.evry", "3"], ["sync.evry: no such key", "sync.every?"]),
         (words(sync__every=0), ["sync.every", "greater than or equal to 1", "0 given"]),
         (words(sync__every=50), ["sync.every: no round fits: 7 steps, of which 2 are", "every 50", "at most 5"]),
         (words(data__sequence_length=1024), ["data.sequence_length", "1024", "512"]),
