@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from fedshard.core.errors import Fault, InputError, RunError
 from fedshard.core.recipe import LayoutSection, Recipe, TrainSection
-from fedshard.engine.launch import FORWARDED, PRELOAD, failure_of, guard, run_ranks
+from fedshard.engine.failure import failure_of
+from fedshard.engine.launch import FORWARDED, PRELOAD, guard, run_ranks
 from fedshard.engine.world import find_launch, open_world
 
 PAIR = Recipe(layout=LayoutSection(groups=2, shards=1), train=TrainSection(device="cpu"))

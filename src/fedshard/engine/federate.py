@@ -36,7 +36,8 @@ from fedshard.core.timetable import Timetable
 from fedshard.engine.agree import agree, average_buffers, first_difference, make_equal, persistent_buffers
 from fedshard.engine.exchange import Exchange, Piece
 from fedshard.engine.outer import Mean, OuterOptimizer
-from fedshard.engine.parameters import local_rows, named_parameters
+from fedshard.engine.owned import by_name, owned_parts, put_by_name
+from fedshard.engine.parameters import named_parameters
 from fedshard.engine.shard import flat, reshard
 from fedshard.engine.update import AnchoredMean, OuterStep, PlainMean, Update
 
@@ -185,13 +186,14 @@ class Federation:
         Every rank's is another: save it under the rank. `parts` tells which elements of each flattened full parameter
         the tensors are: (offset, length).
         """
-        states = {name: self._by_name([each[name] for each in self._states]) for name in self._outer.state_names}
+        exchange, names = self._exchange, self._names
+        states = {key: [each[key] for each in self._states] for key in self._outer.state_names}
         return {
             "rounds": self.rounds,
             "synchronous": self._synchronous,
-            "parts": dict(zip(self._names, self._parts(), strict=True)),
-            "anchor": self._by_name(self._anchors),
-            "outer": states,
+            "parts": dict(zip(names, owned_parts(exchange, self._parameters), strict=True)),
+            "anchor": by_name(exchange, names, self._anchors),
+            "outer": {key: by_name(exchange, names, pieces) for key, pieces in states.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,9 +203,9 @@ class Federation:
             if _shapes(mine[key]) != _shapes(state[key]):
                 raise InputError([Fault(key, "saved by another layout, model or outer optimizer", "Use the same.")])
         self.rounds, self._synchronous = state["rounds"], state["synchronous"]
-        self._put_by_name(self._anchors, state["anchor"])
-        for name, tensors in state["outer"].items():
-            self._put_by_name([each[name] for each in self._states], tensors)
+        put_by_name(self._exchange, self._names, self._anchors, state["anchor"])
+        for key, tensors in state["outer"].items():
+            put_by_name(self._exchange, self._names, [each[key] for each in self._states], tensors)
 
     def _round(self, tokens: float, *, plain: bool) -> RoundReport:
         began = time.perf_counter()
@@ -284,41 +286,6 @@ class Federation:
         values = torch.zeros(self._groups, dtype=torch.float64)
         values[self._group] = value
         return values
-
-    def _parts(self) -> list[tuple[int, int]]:
-        """Of each flattened full parameter, the (offset, length) that this rank owns."""
-        owned: dict[int, range] = {}
-        for piece in self._exchange.pieces:
-            for slot in piece.slots:
-                part = slot.part(self._exchange.replica)
-                first = owned.get(slot.tensor, range(part.start, part.start)).start
-                owned[slot.tensor] = range(first, part.stop)
-        columns = [each.shape[1:].numel() for each in self._parameters]
-        starts = [local_rows(each).start * width for each, width in zip(self._parameters, columns, strict=True)]
-        return [
-            (starts[index] + owned[index].start, len(owned[index])) if index in owned else (starts[index], 0)
-            for index in range(len(self._names))
-        ]
-
-    def _by_name(self, pieces: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What lies in pieces (an anchor, outer state), as one flat tensor per parameter; empty where none is kept."""
-        parts: dict[str, list[torch.Tensor]] = {}
-        for piece, values in zip(self._exchange.pieces, pieces, strict=False):
-            for slot in piece.slots:
-                part = slot.part(self._exchange.replica)
-                view = values[slot.offset : slot.offset + part.stop - part.start]
-                parts.setdefault(self._names[slot.tensor], []).append(view)
-        return {name: torch.cat(each) for name, each in parts.items()}
-
-    def _put_by_name(self, pieces: Sequence[torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
-        """The way back from `_by_name`."""
-        taken = dict.fromkeys(tensors, 0)
-        for piece, values in zip(self._exchange.pieces, pieces, strict=True):
-            for slot in piece.slots:
-                name, part = self._names[slot.tensor], slot.part(self._exchange.replica)
-                length = part.stop - part.start
-                values[slot.offset : slot.offset + length].copy_(tensors[name][taken[name] : taken[name] + length])
-                taken[name] += length
 
 
 def _as_it_is(piece: Piece, wire: torch.Tensor) -> None:

@@ -17,16 +17,15 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedshard.core.errors import FedshardError, InputError
+from fedshard.core.errors import InputError
+from fedshard.engine.failure import Failure, failure_of, is_failure
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -42,9 +41,6 @@ PRELOAD = (
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals to the parent that the ranks get too; afterwards they have `grace_seconds` to end."""
 
-LAST_FRAMES = 8
-"""How much of a failed rank's traceback is shown."""
-
 LINGER_SECONDS = 0.5
 """How long a rank that has said why it fails stays. One that died without a word (killed, out of memory) is the first
 cause of what the others then say; it is so seen before them."""
@@ -58,15 +54,6 @@ too. By then the launcher has stopped it, if the other was first."""
 
 ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "imed out")
 """How torch's collectives speak of a rank that is gone."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why one rank failed: what to print, the exit code it gives the job, and when (nanoseconds since the epoch)."""
-
-    words: str
-    exit_code: int
-    failed_ns: int
 
 
 def preload() -> None:
@@ -129,27 +116,6 @@ def guard(entry: Callable[..., Any]) -> Callable[..., None]:
         _end_by(entry, args, find_launch().rank, alone=True)
 
     return guarded
-
-
-def is_failure(error: BaseException) -> bool:
-    """Whether what ends a rank is a failure of its own: not Ctrl-C, and not leaving on purpose with exit code 0."""
-    if isinstance(error, SystemExit):
-        return error.code not in (None, 0)
-    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
-
-
-def failure_of(error: BaseException, rank: int) -> Failure:
-    """Why `rank` failed, in words for a person: errors raised on purpose by their message, others with the last frames
-    of their traceback above it."""
-    now = time.time_ns()
-    if isinstance(error, InputError):
-        return Failure(str(error), error.exit_code, now)
-    if isinstance(error, FedshardError):
-        return Failure(f"rank {rank}: {error}", error.exit_code, now)
-    told = traceback.TracebackException.from_exception(error, limit=-LAST_FRAMES)
-    message = "".join(told.format_exception_only())
-    frames = "".join(told.format()).removesuffix(message)
-    return Failure(f"{frames}rank {rank}: {message.rstrip()}", 1, now)
 
 
 def first_failure(error: ChildFailedError, folder: Path) -> Failure:

@@ -30,7 +30,7 @@ from fedshard.core.errors import Fault, InputError
 from fedshard.core.layout import Layout, Place
 from fedshard.core.recipe import Recipe
 from fedshard.core.slurm import device_index, in_step, slurm_task
-from fedshard.engine.launch import failure_of, is_failure
+from fedshard.engine.failure import failure_of, is_failure
 
 CLOSE_SECONDS = 2.0
 """How long a failed rank waits for its process groups to close before it goes on without."""
