@@ -13,15 +13,17 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from fedshard.cli.main import main
 from fedshard.core.layout import Layout
 from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import read_recipe
-from fedshard.engine.job import make_job
+from fedshard.engine.job import Job, make_job
 from fedshard.engine.launch import run_ranks
 from fedshard.engine.rows import StepRow
 from fedshard.engine.sinks import Sinks
+from fedshard.engine.step import GroupStep, take_step
 from fedshard.engine.train import train, train_on_rank
 from fedshard.testing import RankContext, RankPool
 
@@ -215,6 +217,35 @@ def test_the_rows_of_a_run(ranks: RankPool, cache, shape):
     if shape[0] > 1:  # in the warm-up all groups see one gradient
         assert len({f"{norm:.6f}" for norm in steps[1].grad_norms}) == 1
         assert len({f"{norm:.6f}" for norm in steps[4].grad_norms}) == shape[0]
+
+
+def lose_group_1(context: RankContext, recipe: Recipe, cache: Path):
+    """After step 4 the weights and moments of group 1 are NaN."""
+
+    def losing(job: Job, step: int, *, synchronous: bool) -> GroupStep:
+        done = take_step(job, step, synchronous=synchronous)
+        if step == 4 and context.world.place.group == 1:
+            with torch.no_grad():
+                for parameter in job.model.parameters():
+                    parameter.to_local().fill_(float("nan"))
+                    job.inner.optimizer.state[parameter]["exp_avg"].to_local().fill_(float("nan"))
+        return done
+
+    with mock.patch("fedshard.engine.train.take_step", losing):
+        return run_it(context, recipe, cache)
+
+
+@pytest.mark.parametrize("outer", ["mean", "nesterov"])
+def test_a_group_that_is_lost_comes_back_at_the_round(ranks: RankPool, cache, outer):
+    """It is left out of its round, takes the others' weights, forgets its moments, and counts again afterwards."""
+    recipe = read_recipe(overrides=words(sync__outer__kind=outer, budget__steps=10))
+    rows, summary = ranks.run(lose_group_1, Layout(2, 1, 2), recipe, cache)[0]
+    rounds = [row for row in rows if type(row).__name__ == "RoundRow"]
+    assert [(row.step, row.excluded) for row in rounds] == [(3, []), (6, [1]), (9, []), (10, [])]
+    assert rounds[1].weights == [1.0, 0.0]
+    skipped = [row.step for row in rows if isinstance(row, StepRow) and not np.isfinite(row.grad_norms[1])]
+    assert skipped == [5, 6]
+    assert np.isfinite(summary.eval_loss)
 
 
 @pytest.mark.parametrize("assignment", ["replicated", "by-source"])
