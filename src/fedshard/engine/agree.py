@@ -21,8 +21,9 @@ HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # 2⁶⁴ / golden ratio as a signed n
 
 
 def axes(mesh: DeviceMesh) -> list[str]:
-    """The mesh's axes, fastest first."""
-    return [name for name in ("shard", "replica", "group") if name in (mesh.mesh_dim_names or ())]
+    """The mesh's axes along which there is someone to agree with, fastest first."""
+    names = mesh.mesh_dim_names or ()
+    return [name for name in ("shard", "replica", "group") if name in names and mesh.get_group(name).size() > 1]
 
 
 def agree(values: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
