@@ -13,19 +13,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from fedshard.cli.main import main
-from fedshard.core.layout import Layout
 from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import read_recipe
-from fedshard.engine.job import Job, make_job
 from fedshard.engine.launch import run_ranks
-from fedshard.engine.rows import StepRow
-from fedshard.engine.sinks import Sinks
-from fedshard.engine.step import GroupStep, take_step
-from fedshard.engine.train import train, train_on_rank
-from fedshard.testing import RankContext, RankPool
+from fedshard.engine.train import train_on_rank
 
 SMALL = {
     "model.hidden_size": 32, "model.intermediate_size": 48, "model.num_hidden_layers": 1, "data.sequence_length": 32,
@@ -178,90 +171,7 @@ def test_a_failing_rank_ends_the_job_with_the_first_cause_last(capfd, tmp_path, 
     assert "rank 1" in last
 
 
-# What a run writes
-
-
-def run_it(context: RankContext, recipe: Recipe, cache: Path):
-    """The rows that rank 0's sinks would get, and the summary."""
-    rows: list[object] = []
-
-    class Keep:
-        def __getattr__(self, name: str):
-            return lambda *row: rows.extend(row if name in ("step", "round", "evaluation") else ())
-
-    job = make_job(recipe, context.world, cache)
-    summary = train(job, Sinks([Keep()]))
-    return rows, summary
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1)])
-def test_the_rows_of_a_run(ranks: RankPool, cache, shape):
-    layout = Layout(*shape)
-    sizes = {"layout__groups": shape[0], "layout__replicas": shape[1], "layout__shards": shape[2]}
-    recipe = read_recipe(overrides=words(**sizes))
-    rows, summary = ranks.run(run_it, layout, recipe, cache)[0]
-    steps = [row for row in rows if isinstance(row, StepRow)]
-    assert [row.step for row in steps] == list(range(1, 8))
-    assert [row.tokens for row in steps] == [step * 4 * 2 * 32 for step in range(1, 8)]
-    assert all(len(row.group_losses) == len(row.grad_norms) == shape[0] for row in steps)
-    for row in steps:  # disjoint data without isolated documents: groups have equally many label tokens
-        assert row.loss == pytest.approx(sum(row.group_losses) / shape[0])
-        assert row.learning_rate > 0
-        assert row.seconds > 0
-    rounds = [row for row in rows if type(row).__name__ == "RoundRow"]
-    assert [row.step for row in rounds] == ([2, 5, 7] if shape[0] > 1 else [])
-    evaluations = [row.step for row in rows if type(row).__name__ == "EvalRow"]
-    assert evaluations == ([5, 7] if shape[0] > 1 else [4, 7])  # what is due in mid-round waits for the round
-    assert steps[-1].loss < steps[0].loss
-    assert (summary.tokens, summary.steps, summary.rounds) == (7 * 256, 7, len(rounds))
-    if shape[0] > 1:  # in the warm-up all groups see one gradient
-        assert len({f"{norm:.6f}" for norm in steps[1].grad_norms}) == 1
-        assert len({f"{norm:.6f}" for norm in steps[4].grad_norms}) == shape[0]
-
-
-def lose_group_1(context: RankContext, recipe: Recipe, cache: Path):
-    """After step 4 the weights and moments of group 1 are NaN."""
-
-    def losing(job: Job, step: int, *, synchronous: bool) -> GroupStep:
-        done = take_step(job, step, synchronous=synchronous)
-        if step == 4 and context.world.place.group == 1:
-            with torch.no_grad():
-                for parameter in job.model.parameters():
-                    parameter.to_local().fill_(float("nan"))
-                    job.inner.optimizer.state[parameter]["exp_avg"].to_local().fill_(float("nan"))
-        return done
-
-    with mock.patch("fedshard.engine.train.take_step", losing):
-        return run_it(context, recipe, cache)
-
-
-@pytest.mark.parametrize("outer", ["mean", "nesterov"])
-def test_a_group_that_is_lost_comes_back_at_the_round(ranks: RankPool, cache, outer):
-    """It is left out of its round, takes the others' weights, forgets its moments, and counts again afterwards."""
-    recipe = read_recipe(overrides=words(sync__outer__kind=outer, budget__steps=10))
-    rows, summary = ranks.run(lose_group_1, Layout(2, 1, 2), recipe, cache)[0]
-    rounds = [row for row in rows if type(row).__name__ == "RoundRow"]
-    assert [(row.step, row.excluded) for row in rounds] == [(3, []), (6, [1]), (9, []), (10, [])]
-    assert rounds[1].weights == [1.0, 0.0]
-    skipped = [row.step for row in rows if isinstance(row, StepRow) and not np.isfinite(row.grad_norms[1])]
-    assert skipped == [5, 6]
-    assert np.isfinite(summary.eval_loss)
-
-
-@pytest.mark.parametrize("assignment", ["replicated", "by-source"])
-def test_other_assignments_of_data(ranks: RankPool, cache, tmp_path, assignment):
-    sources = []
-    for group in range(2):
-        folder = tmp_path / str(group)
-        folder.mkdir()
-        sources.append(str(folder))
-        for number in range(20):
-            (folder / f"{number}.txt").write_text(f"group {group} says {number} " * 30, encoding="utf-8")
-    data = {"data__kind": "text", "data__assignment": assignment}
-    data |= {"data__sources": json.dumps(sources)} if assignment == "by-source" else {"data__path": sources[0]}
-    recipe = read_recipe(overrides=words(**data))
-    _, summary = ranks.run(run_it, Layout(2, 1, 2), recipe, cache)[0]
-    assert summary.eval_loss < 5.5
+# A whole run
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -29,6 +31,7 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         dispatch(list(sys.argv[1:] if words is None else words))
     except InputError as error:
+        _let_rank_0_speak()
         for fault in error.faults:
             print(f"fedshard: {fault}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -49,6 +52,15 @@ def dispatch(words: list[str]) -> None:
         import_module(f"fedshard.cli.{words[0]}").run(words[1:])
     else:
         raise InputError([_no_such_command(words[0])])
+
+
+def _let_rank_0_speak() -> None:
+    """Every rank of a launcher reads the same words and finds the same faults: the first one tells of them, and its
+    launcher then stops the others."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+        from fedshard.engine.launch import ECHO_SECONDS
+
+        time.sleep(ECHO_SECONDS)
 
 
 def _no_such_command(word: str) -> Fault:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedshard.cli.words import read_words
 from fedshard.core.errors import Fault, InputError
 from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import read_recipe
 from fedshard.core.recipe_keys import describe_keys
+
+if TYPE_CHECKING:
+    from fedshard.engine.world import Launch
 
 FLAGS = {"--into": "DIR", "--dry-run": "", "--json": "", "--help": ""}
 
@@ -58,44 +63,65 @@ def start(recipe: Recipe, into: Path, as_json: bool) -> None:
     from fedshard.engine.train import train_on_rank
     from fedshard.engine.world import find_launch
 
-    launch = find_launch()
+    launch, ranks = find_launch(), recipe.shape.ranks
     args = (recipe, into, cache_folder(), as_json)
     if launch.how != "none":
         guard(check_and_train)(*args)
         return
-    check_all(*args)
-    if recipe.shape.ranks == 1:
+    check_all(recipe, into, cache_folder(), replace(launch, ranks=ranks, local_ranks=ranks))
+    if ranks == 1:
         guard(train_on_rank)(*args)
     else:
-        run_ranks(train_on_rank, args, recipe.shape.ranks)
+        run_ranks(train_on_rank, args, ranks)
 
 
 def check_and_train(recipe: Recipe, into: Path, cache: Path, as_json: bool) -> None:
-    """What a rank of torchrun or srun does: each looks for faults itself, before any process group exists."""
+    """What a rank of torchrun or srun does: each looks for faults itself, before any process group exists.
+
+    All prepare the data, too: while one of them tokenises, the others wait for it here, where no time-out runs.
+    """
+    from fedshard.engine.job import check
     from fedshard.engine.train import train_on_rank
     from fedshard.engine.world import check_ranks, find_launch
 
     launch = find_launch()
     check_ranks(recipe.shape, launch)
     if launch.rank == 0:
-        check_all(recipe, into, cache, as_json)
+        check_all(recipe, into, cache, launch)
+    else:
+        check(recipe, cache)
     train_on_rank(recipe, into, cache, as_json)
 
 
-def check_all(recipe: Recipe, into: Path, cache: Path, as_json: bool) -> None:
-    """All faults of recipe, model, data and folder at once. Raises InputError."""
+def check_all(recipe: Recipe, into: Path, cache: Path, launch: Launch) -> None:
+    """All faults of recipe, model, data, folder and devices at once. Raises InputError."""
+    import torch
+
     from fedshard.engine.job import check
     from fedshard.engine.trackers import missing_trackers
+    from fedshard.engine.world import own_device
 
-    faults = list(missing_trackers(recipe))
-    if into.exists():
-        faults.append(Fault(str(into), "exists already", "Give another folder with --into DIR."))
-    try:
-        check(recipe, cache)
-    except InputError as error:
-        faults += error.faults
+    faults = [*missing_trackers(recipe), *folder_faults(into)]
+    devices = torch.cuda.device_count()
+    for look in (lambda: own_device(recipe.train.device, launch, devices), lambda: check(recipe, cache)):
+        try:
+            look()
+        except InputError as error:
+            faults += error.faults
     if faults:
         raise InputError(faults)
+
+
+def folder_faults(into: Path) -> Iterator[Fault]:
+    """Why a new folder cannot be made at `into`, as far as can be seen without making it."""
+    if os.path.lexists(into):  # unlike Path.exists it takes a name that no file can have for one that none has
+        yield Fault(str(into), "exists already", "Give another folder with --into DIR.")
+        return
+    above = next(folder for folder in into.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        yield Fault(str(into), f"{above} is no folder", "Give another folder with --into DIR.")
+    elif not os.access(above, os.W_OK | os.X_OK):
+        yield Fault(str(into), f"{above} cannot be written to", "Give another folder with --into DIR.")
 
 
 def cache_folder() -> Path:

@@ -30,15 +30,20 @@ class Evaluation:
 def evaluate(model: PreTrainedModel, corpus: Corpus, recipe: Recipe, world: World) -> Evaluation:
     """The loss on the held-out sequences, spread over all ranks of all groups; the same number on every rank.
 
-    All groups must hold the same weights: call it after a round.
+    Groups that have each a corpus of their own hold out sequences of their own: each then takes an equal part of
+    `evaluate.sequences` from it. All groups must hold the same weights: call it after a round.
     """
     model.eval()
+    layout, group = world.layout, world.place.group
+    ranks, rank, most = layout.ranks, world.rank, recipe.evaluate.sequences
+    if recipe.data.assignment == "by-source":
+        ranks, rank, most = layout.group_ranks, world.rank % layout.group_ranks, len(range(group, most, layout.groups))
     nll, tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0
     batches = eval_batches(
         corpus,
-        sequences=recipe.evaluate.sequences,
-        ranks=world.layout.ranks,
-        rank=world.rank,
+        sequences=most,
+        ranks=ranks,
+        rank=rank,
         micro_batch=recipe.train.micro_batch,
         isolate_documents=recipe.data.isolate_documents,
     )
@@ -47,7 +52,9 @@ def evaluate(model: PreTrainedModel, corpus: Corpus, recipe: Recipe, world: Worl
         tokens += micro.label_tokens
     model.train()
     reshard(model)  # without a backward pass the root stays gathered
-    total_nll, total_tokens = agree(torch.stack([nll.cpu(), torch.tensor(float(tokens))]), world.mesh).tolist()
+    sequences = min(most, len(corpus.eval)) if rank == 0 else 0  # one rank speaks for all that share a corpus
+    known = torch.tensor([nll.item(), tokens, sequences], dtype=torch.float64)
+    total_nll, total_tokens, total_sequences = agree(known, world.mesh).tolist()
     loss = total_nll / total_tokens
-    sequences = min(recipe.evaluate.sequences, len(corpus.eval))
-    return Evaluation(loss, math.exp(min(loss, 700.0)), sequences)  # e⁷⁰⁰ is near the largest number there is
+    perplexity = math.exp(min(loss, 700.0))  # e⁷⁰⁰ is near the largest number there is
+    return Evaluation(loss, perplexity, int(total_sequences))

@@ -61,7 +61,7 @@ def check(recipe: Recipe, cache: Path) -> None:
         except InputError as error:
             faults += error.faults
     if faults:
-        raise InputError(faults)
+        raise InputError(dict.fromkeys(faults))  # what ails the tokenizer ails every source
 
 
 def open_corpus(
