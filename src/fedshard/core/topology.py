@@ -116,6 +116,8 @@ class Tier(ClusterPart):
     """Time of one hop of a message without length (α)."""
     link_bytes_per_second: Constant
     """Rate in one direction (β): of a rank inside a node, of a whole node outside, of a site's uplink for `wide`."""
+    rank_bytes_per_second: Constant | None = None
+    """Outside a node, the most that one rank gets when it has the node's links to itself; without it, all of them."""
     efficiency: Efficiency | None = None
     """What is left of the rate by size and ranks; without a table, all of it."""
     jitter: Jitter | None = None
