@@ -53,7 +53,7 @@ def choice(name: str, sections: list[type[BaseModel]], level: int) -> Iterator[s
             if kinds(field):
                 inner.append((f"{name}.{key}", kinds(field)))
             elif not (len(sections) > 1 and key == "kind"):
-                yield term(f"{name}.{key}", field)
+                yield term(f"{name}.{field.alias or key}", field)
         for key, below in inner:
             yield f"### `[{key}]`\n"
             yield from choice(key, below, 4)

@@ -67,7 +67,7 @@ def test_help_of_train_has_every_flag_and_key(capsys, words):
     keys = set(all_keys())
     assert {"sync.outer.momentum", "model.path", "layout.groups"} <= keys
     told = {line.split()[0] for line in lines if line.startswith("  --")}
-    assert told == {"--into", "--dry-run", "--json"} | {f"--{key}" for key in keys}
+    assert told == {"--into", "--resume", "--stop-after", "--dry-run", "--json"} | {f"--{key}" for key in keys}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 from fedshard.cli.main import main
 from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import read_recipe
+from fedshard.engine.checkpoint import Start
 from fedshard.engine.launch import run_ranks
 from fedshard.engine.train import train_on_rank
 
@@ -140,9 +141,10 @@ def test_more_ranks_than_were_started(tmp_path):
 
 
 def fail_at_step_3(where: str, recipe: Recipe, into: Path, cache: Path) -> None:
-    """The entry of each rank: rank 1 fails in step 3, in its round, or in its evaluation."""
+    """The entry of each rank: rank 1 fails in step 3, in its round, in its evaluation, or when it saves."""
     name = {"step": "fedshard.engine.train.take_step", "round": "fedshard.engine.exchange.Exchange.run",
-            "evaluation": "fedshard.engine.evaluate.eval_batches"}[where]  # fmt: skip
+            "evaluation": "fedshard.engine.evaluate.eval_batches",
+            "saving": "fedshard.engine.save.capture"}[where]  # fmt: skip
     real, calls = pkgutil.resolve_name(name), [0]
 
     def failing(*args: object, **kwargs: object) -> object:
@@ -152,12 +154,12 @@ def fail_at_step_3(where: str, recipe: Recipe, into: Path, cache: Path) -> None:
         return real(*args, **kwargs)
 
     with mock.patch(name, failing):
-        train_on_rank(recipe, into, cache, False)
+        train_on_rank(recipe, Start(into), cache, False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("where", ["step", "round", "evaluation"])
+@pytest.mark.parametrize("where", ["step", "round", "evaluation", "saving"])
 def test_a_failing_rank_ends_the_job_with_the_first_cause_last(capfd, tmp_path, cache, where):
     """Trap N5."""
     recipe = read_recipe(overrides=words(sync__warmup_fraction=0.0))
@@ -186,6 +188,7 @@ def test_a_whole_run_keeps_the_contract(tmp_path, cache):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads((into / "summary.json").read_text())
     names = {"recipe.toml", "environment.json", "metrics.jsonl", "rounds.jsonl", "evals.jsonl", "summary.json"}
+    names |= {"checkpoints"}
     assert {each.name for each in into.iterdir()} == names
     assert read_recipe(into / "recipe.toml") == read_recipe(overrides=words())
     assert "step 7/7" in done.stderr

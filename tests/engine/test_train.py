@@ -217,7 +217,7 @@ def test_when_the_model_is_evaluated(every, steps, told, expected):
     recipe = recipe_of(Layout(1, 1, 1), budget={"steps": steps}, evaluate={"every": every})
     evaluated, last = [], 0
     for step in told:
-        if evaluation_due(recipe, last, step):
+        if evaluation_due(recipe, steps, last, step):
             evaluated.append(step)
             last = step
     assert evaluated == expected

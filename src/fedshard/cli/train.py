@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import os
-import time
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedshard.cli.begin import find_start
 from fedshard.cli.words import read_words
+from fedshard.core.course import Course
 from fedshard.core.errors import Fault, InputError
 from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import read_recipe
 from fedshard.core.recipe_keys import describe_keys
 
 if TYPE_CHECKING:
+    from fedshard.engine.checkpoint import Start
     from fedshard.engine.world import Launch
 
-FLAGS = {"--into": "DIR", "--dry-run": "", "--json": "", "--help": ""}
+FLAGS = {
+    "--into": "DIR",
+    "--resume": "[PATH]",
+    "--stop-after": "STEP",
+    "--dry-run": "",
+    "--json": "",
+    "--help": "",
+}
 
 HELP = """\
-usage: fedshard train [RECIPE.toml] [--section.key value …] [--into DIR] [--dry-run] [--json]
+usage: fedshard train [RECIPE.toml] [--section.key value …] [--into DIR] [--resume [PATH]] [--stop-after STEP]
+                      [--dry-run] [--json]
 
 Trains what the recipe says; without one, `tiny`: a small model on the Python standard library's source, in two groups
 of two ranks on this machine. Under torchrun or srun it joins their ranks.
 
-  --into DIR    the run folder (default: runs/NAME-TIME); must not exist
-  --dry-run     print layout, memory, tokens per step and bytes per round, and stop
-  --json        the result as JSON on stdout
+  --into DIR         the run folder (default: runs/NAME-TIME); must not exist
+  --resume           go on from the newest complete checkpoint of the run whose recipe it is, or of --into
+  --resume PATH      go on from that checkpoint; with --into in a new run folder
+  --resume auto      go on if --into has a checkpoint, else start
+  --stop-after STEP  stop after this step, with a checkpoint and without a round of its own
+  --dry-run          print layout, memory, tokens per step and bytes per round, and stop
+  --json             the result as JSON on stdout
 
 Every key of the recipe can be set:
 
@@ -42,18 +57,19 @@ def run(words: Sequence[str]) -> None:
         print(HELP + describe_keys(), end="")
         return
     path = Path(given.paths[0]) if given.paths else None
-    recipe = read_recipe(path, given.overrides)
     if "--dry-run" in given.flags:
         from fedshard.cli.dry_run import dry_run
 
-        dry_run(recipe, cache_folder())
+        dry_run(read_recipe(path, given.overrides), cache_folder())
         return
-    name = path.stem if path else "tiny"
-    into = Path(given.flags.get("--into") or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    start(recipe, into, "--json" in given.flags)
+    into = Path(given.flags["--into"]) if "--into" in given.flags else None
+    begin = find_start(path, into, given.flags.get("--resume"), given.flags.get("--stop-after"))
+    if path is None and begin.checkpoint is not None:
+        path = begin.checkpoint.path / "recipe.toml"
+    start(read_recipe(path, given.overrides), begin, "--json" in given.flags)
 
 
-def start(recipe: Recipe, into: Path, as_json: bool) -> None:
+def start(recipe: Recipe, begin: Start, as_json: bool) -> None:
     """Train on ranks that run already, or on new local ones. Raises InputError with all that is wrong before."""
     from fedshard.engine.launch import guard, preload, run_ranks
 
@@ -64,18 +80,20 @@ def start(recipe: Recipe, into: Path, as_json: bool) -> None:
     from fedshard.engine.world import find_launch
 
     launch, ranks = find_launch(), recipe.shape.ranks
-    args = (recipe, into, cache_folder(), as_json)
+    args = (recipe, begin, cache_folder(), as_json)
     if launch.how != "none":
         guard(check_and_train)(*args)
         return
-    check_all(recipe, into, cache_folder(), replace(launch, ranks=ranks, local_ranks=ranks))
+    check_all(recipe, begin, cache_folder(), replace(launch, ranks=ranks, local_ranks=ranks))
+    if finished(recipe, begin):
+        return
     if ranks == 1:
         guard(train_on_rank)(*args)
     else:
-        run_ranks(train_on_rank, args, ranks)
+        run_ranks(train_on_rank, args, ranks, grace_seconds=recipe.checkpoint.grace_seconds)
 
 
-def check_and_train(recipe: Recipe, into: Path, cache: Path, as_json: bool) -> None:
+def check_and_train(recipe: Recipe, begin: Start, cache: Path, as_json: bool) -> None:
     """What a rank of torchrun or srun does: each looks for faults itself, before any process group exists.
 
     All prepare the data, too: while one of them tokenises, the others wait for it here, where no time-out runs.
@@ -87,29 +105,49 @@ def check_and_train(recipe: Recipe, into: Path, cache: Path, as_json: bool) -> N
     launch = find_launch()
     check_ranks(recipe.shape, launch)
     if launch.rank == 0:
-        check_all(recipe, into, cache, launch)
+        check_all(recipe, begin, cache, launch)
     else:
         check(recipe, cache)
-    train_on_rank(recipe, into, cache, as_json)
+    if not finished(recipe, begin, quiet=launch.rank > 0):
+        train_on_rank(recipe, begin, cache, as_json)
 
 
-def check_all(recipe: Recipe, into: Path, cache: Path, launch: Launch) -> None:
-    """All faults of recipe, model, data, folder and devices at once. Raises InputError."""
+def check_all(recipe: Recipe, begin: Start, cache: Path, launch: Launch) -> None:
+    """All faults of recipe, model, data, folder, devices and checkpoint at once. Raises InputError."""
     import torch
 
     from fedshard.engine.job import check
+    from fedshard.engine.resume import check_resume
     from fedshard.engine.trackers import missing_trackers
     from fedshard.engine.world import own_device
 
-    faults = [*missing_trackers(recipe), *folder_faults(into)]
+    for line in begin.passed_over:
+        print(line, file=sys.stderr)
+    faults = [*missing_trackers(recipe), *(() if begin.resume else folder_faults(begin.into))]
     devices = torch.cuda.device_count()
-    for look in (lambda: own_device(recipe.train.device, launch, devices), lambda: check(recipe, cache)):
+
+    def look_at_checkpoint() -> None:
+        if begin.checkpoint is not None:
+            for line in check_resume(begin.checkpoint, recipe, cache):
+                print(line, file=sys.stderr)
+
+    looks = (lambda: own_device(recipe.train.device, launch, devices), lambda: check(recipe, cache), look_at_checkpoint)
+    for look in looks:
         try:
             look()
         except InputError as error:
             faults += error.faults
     if faults:
         raise InputError(faults)
+
+
+def finished(recipe: Recipe, begin: Start, quiet: bool = False) -> bool:
+    """Whether there is nothing left to train; then says so."""
+    if begin.checkpoint is None or begin.checkpoint.step < Course.of(recipe, begin.checkpoint.cursor().done).steps:
+        return False
+    if not quiet:
+        print(f"{begin.checkpoint.run} is finished: step {begin.checkpoint.step}; a larger budget would go on from it")
+    return True
 
 
 def folder_faults(into: Path) -> Iterator[Fault]:

@@ -23,7 +23,7 @@ class Words:
 
 
 def read_words(words: Sequence[str], flags: Mapping[str, str], most_paths: int = 1) -> Words:
-    """Sort out the words of a command whose own `flags` map to their value's name ("" for none).
+    """Sort out the words of a command whose own `flags` map to their value's name ("" for none, [NAME] if it may lack).
 
     Every other `--name value` is an override of the recipe. Raises InputError with all the words that are wrong: a flag
     without its value or with one that it does not take, one that is nearly the name of the command's own, a word with
@@ -62,7 +62,7 @@ def _faults(name: str, value: str | None, flags: Mapping[str, str]) -> Iterator[
     if not name.startswith("--") or name == "--":
         yield Fault(name, "no such option", "Options begin with two dashes, and have a name.")
     elif name in flags:
-        if flags[name] and not value:
+        if flags[name] and not flags[name].startswith("[") and not value:
             yield Fault(name, "has no value", f"Write {name} {flags[name]}.")
         if not flags[name] and value is not None:
             yield Fault(name, f"takes no value, {value!r} given", f"Write {name} alone.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedshard.core.layout import Layout
 from fedshard.core.timetable import Timetable
@@ -17,7 +17,9 @@ from fedshard.core.timetable import Timetable
 class Section(BaseModel):
     """A frozen part of the recipe; a key that is no field is refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
+    )
 
 
 class LayoutSection(Section):
@@ -225,6 +227,38 @@ class EvaluateSection(Section):
     """How many held-out sequences are used at most, always the same ones."""
 
 
+class CheckpointSection(Section):
+    """State on disk, from which `--resume` goes on."""
+
+    every: int = Field(default=100, ge=0)
+    """Optimizer steps between checkpoints; between two rounds a checkpoint waits for the next round's end. The end is
+    always saved. 0: only the end, and what signals ask for."""
+    keep: int = Field(default=2, ge=-1)
+    """How many of the newest are kept. −1: all."""
+    keep_every: int = Field(default=0, ge=0)
+    """Checkpoints whose step is a multiple of this are kept beside the newest ones. 0: none."""
+    async_: bool = Field(default=False, alias="async")
+    """Whether training goes on while a checkpoint is written: it stops only to copy its state, which takes as much
+    memory again on the CPU."""
+    mid_round: bool = False
+    """Whether a checkpoint is saved between two rounds where `every` says so: larger, because each group's weights are
+    written, and the groups wait for each other."""
+    moments: Literal["average", "first", "reset"] = "average"
+    """What becomes of the groups' optimizer moments when a checkpoint is loaded into another number of groups: their
+    mean, the first group's, or none."""
+    grace_seconds: float = Field(default=120.0, gt=0)
+    """How long the ranks may take to stop and save after SIGTERM or SIGUSR1, before the launcher kills them."""
+    timeout_seconds: float = Field(default=3600.0, gt=0)
+    """How long a rank waits for the others to have written their parts."""
+
+    @field_validator("keep")
+    @classmethod
+    def _keeps_one(cls, keep: int) -> int:
+        if keep == 0:
+            raise ValueError("at least one checkpoint must be kept; -1 keeps all")
+        return keep
+
+
 class LogSection(Section):
     """What is written beside the JSONL files."""
 
@@ -266,6 +300,8 @@ class Recipe(Section):
     """When training ends."""
     evaluate: EvaluateSection = EvaluateSection()
     """Evaluation."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """State on disk."""
     log: LogSection = LogSection()
     """Logging."""
 

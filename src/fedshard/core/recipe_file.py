@@ -27,7 +27,6 @@ NOT_BUILT = {
     "sync.guard": "the guard",
     "sync.inner_state": "averaging or resetting moments",
     "budget.seconds": "a budget of time",
-    "checkpoint": "checkpoints",
 }
 
 

@@ -22,7 +22,7 @@ def all_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]
     for name, field in model.model_fields.items():
         sections = _sections(field.annotation)
         if not sections:
-            yield prefix + name
+            yield prefix + (field.alias or name)
         else:
             yield from dict.fromkeys(key for section in sections for key in all_keys(section, f"{prefix}{name}."))
 
@@ -69,7 +69,7 @@ def _described(section: type[BaseModel], prefix: str) -> Iterator[str]:
         if not inner:
             default = "" if field.is_required() or field.default is None else f"  (default: {_as_toml(field.default)})"
             text = textwrap.fill(str(field.description), 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
-            yield f"  --{prefix}{name}{default}\n{text}\n"
+            yield f"  --{prefix}{field.alias or name}{default}\n{text}\n"
 
 
 def _as_toml(value: Any) -> str:

@@ -114,7 +114,8 @@ class Federation:
         self.sent_bytes = _largest_sent_bytes(self._parameters, mesh, self._exchange)
         self._anchors: list[torch.Tensor] = []  # one per piece, (piece.numel,)
         self._states: list[dict[str, torch.Tensor]] = []
-        self._synchronous = False  # whether gradients have been averaged since the last round
+        self.synchronous = False
+        """Whether gradients have been averaged since the last round, which then is a plain mean."""
 
     @property
     def federates(self) -> bool:
@@ -153,7 +154,7 @@ class Federation:
         """
         if self._groups == 1:
             return
-        self._synchronous = True
+        self.synchronous = True
         present = torch.tensor([each.grad is not None for each in self._parameters], dtype=torch.float64)
         agreed = agree(torch.cat([self._of_group(tokens), present]), self._mesh).tolist()
         group_tokens, holders = agreed[: self._groups], agreed[self._groups :]
@@ -173,7 +174,7 @@ class Federation:
         The round after synchronous steps is a plain mean, which only sets the anchor. Raises RunError where no group
         has a token, or all are non-finite and there is no anchor to roll back to.
         """
-        return self._round(tokens, plain=self._synchronous)
+        return self._round(tokens, plain=self.synchronous)
 
     @torch.no_grad()
     def finish(self, tokens: float) -> RoundReport | None:
@@ -190,7 +191,7 @@ class Federation:
         states = {key: [each[key] for each in self._states] for key in self._outer.state_names}
         return {
             "rounds": self.rounds,
-            "synchronous": self._synchronous,
+            "synchronous": self.synchronous,
             "parts": dict(zip(names, owned_parts(exchange, self._parameters), strict=True)),
             "anchor": by_name(exchange, names, self._anchors),
             "outer": {key: by_name(exchange, names, pieces) for key, pieces in states.items()},
@@ -202,7 +203,7 @@ class Federation:
         for key in ("parts", "anchor", "outer"):
             if _shapes(mine[key]) != _shapes(state[key]):
                 raise InputError([Fault(key, "saved by another layout, model or outer optimizer", "Use the same.")])
-        self.rounds, self._synchronous = state["rounds"], state["synchronous"]
+        self.rounds, self.synchronous = state["rounds"], state["synchronous"]
         put_by_name(self._exchange, self._names, self._anchors, state["anchor"])
         for key, tensors in state["outer"].items():
             put_by_name(self._exchange, self._names, [each[key] for each in self._states], tensors)
@@ -210,7 +211,7 @@ class Federation:
     def _round(self, tokens: float, *, plain: bool) -> RoundReport:
         began = time.perf_counter()
         reshard(self._model)
-        self.rounds, self._synchronous = self.rounds + 1, False
+        self.rounds, self.synchronous = self.rounds + 1, False
         shards = self._locals()
         # 1. flags and weights are agreed
         group_tokens, broken = self._agree(tokens, shards)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fedshard.core.course import Course, Done
 from fedshard.core.errors import Fault, InputError
 from fedshard.core.recipe import FolderModel, Recipe
 from fedshard.engine import weights
@@ -22,7 +23,9 @@ from fedshard.engine.inner import Inner
 from fedshard.engine.loss import check_isolation
 from fedshard.engine.model import build_on_meta, decoder_blocks
 from fedshard.engine.outer import make_outer
+from fedshard.engine.parameters import local_part
 from fedshard.engine.shard import shard_model, stored_dtype
+from fedshard.engine.stop import Stop
 from fedshard.engine.world import World
 
 
@@ -31,6 +34,7 @@ class Job:
     """The parts of a run on one rank."""
 
     recipe: Recipe
+    course: Course
     world: World
     config: PreTrainedConfig
     corpus: Corpus
@@ -38,6 +42,7 @@ class Job:
     federation: Federation
     inner: Inner
     feed: Feed
+    stop: Stop = field(default_factory=Stop)
 
 
 def check(recipe: Recipe, cache: Path) -> None:
@@ -72,22 +77,25 @@ def open_corpus(
     return prepare(recipe.data, vocab_size=vocabulary, seed=recipe.seed, cache=cache, source=source, quiet=quiet)
 
 
-def make_job(recipe: Recipe, world: World, cache: Path) -> Job:
-    """Build the parts of a run, and make sure that all ranks start from the same weights and data."""
-    place = world.place
+def make_job(recipe: Recipe, world: World, cache: Path, done: Done | None = None) -> Job:
+    """Build the parts of a run, and make sure that all ranks start from the same weights and data.
+
+    With something `done` the weights are zeros, and the state of a checkpoint must follow.
+    """
+    place, course = world.place, Course.of(recipe, done)
     config = read_config(recipe.model)
     source = recipe.data.sources[place.group] if recipe.data.assignment == "by-source" else None
     corpus = open_corpus(recipe, config, cache, source, quiet=True)
     if source is None:
         _check_same_data(corpus, world)
-    model = make_model(recipe, config, world)
+    model = make_model(recipe, config, world, empty=done is not None)
     federation = Federation(
         model,
         world.mesh,
         every=recipe.sync.every,
         outer=make_outer(recipe.sync.outer),
-        warmup_steps=recipe.timetable.warmup_steps,
-        steps=recipe.steps,
+        warmup_steps=course.timetable.warmup_steps,
+        steps=course.steps,
         weights=recipe.sync.weights,
         anchor=recipe.sync.anchor,
         bucket_bytes=recipe.sync.bucket_bytes,
@@ -104,15 +112,21 @@ def make_job(recipe: Recipe, world: World, cache: Path) -> Job:
         seed=recipe.seed,
         isolate_documents=recipe.data.isolate_documents,
     )
-    return Job(recipe, world, config, corpus, model, federation, inner, feed)
+    return Job(recipe, course, world, config, corpus, model, federation, inner, feed)
 
 
-def make_model(recipe: Recipe, config: PreTrainedConfig, world: World) -> PreTrainedModel:
-    """The model, cut over the group's ranks and filled shard by shard: no rank ever holds it whole."""
+def make_model(recipe: Recipe, config: PreTrainedConfig, world: World, *, empty: bool = False) -> PreTrainedModel:
+    """The model, cut over the group's ranks and filled shard by shard: no rank ever holds it whole.
+
+    An `empty` one holds zeros, for values that come from elsewhere.
+    """
     model = build_on_meta(config, stored_dtype(recipe.train))
     shard_model(model, [name for name, _ in decoder_blocks(model)], world.mesh, recipe.train)
     materialise(model, world.device)
-    if isinstance(recipe.model, FolderModel) and weights.has_weights(Path(recipe.model.path)):
+    if empty:
+        for parameter in model.parameters():
+            local_part(parameter).zero_()
+    elif isinstance(recipe.model, FolderModel) and weights.has_weights(Path(recipe.model.path)):
         weights.load(model, Path(recipe.model.path))
     else:
         fill(model, recipe.seed)

@@ -38,8 +38,9 @@ PRELOAD = (
 )
 """What the process that ranks are forked from has loaded. None of it asks for CUDA devices, which a fork would lose."""
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals to the parent that the ranks get too; afterwards they have `grace_seconds` to end."""
+FORWARDED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals to the parent that the ranks get too; afterwards they have `grace_seconds` to end. SIGTERM reaches them as
+SIGUSR1, on which they save and stop: as SIGTERM the agent ends the others when one rank fails, and then at once."""
 
 LINGER_SECONDS = 0.5
 """How long a rank that has said why it fails stays. One that died without a word (killed, out of memory) is the first
@@ -78,7 +79,12 @@ def run_ranks(entry: Callable[..., Any], args: Sequence[Any], ranks: int, *, gra
 
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 always gives 30 s
     grace: dict[str, Any] = {"shutdown_timeout": math.ceil(grace_seconds)} if "shutdown_timeout" in known else {}
-    with tempfile.TemporaryDirectory(prefix="fedshard-") as folder, _signals_restored(), _agent_silenced():
+    with (
+        tempfile.TemporaryDirectory(prefix="fedshard-") as folder,
+        _signals_restored(),
+        _sigterm_as_sigusr1() as terminated,
+        _agent_silenced(),
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -100,8 +106,9 @@ def run_ranks(entry: Callable[..., Any], args: Sequence[Any], ranks: int, *, gra
             print(failure.words, file=sys.stderr)
             raise SystemExit(failure.exit_code) from None
         except SignalException as stopped:
-            print(f"stopped by {stopped.sigval.name}", file=sys.stderr)
-            raise SystemExit(128 + stopped.sigval) from None
+            number = signal.SIGTERM if terminated else stopped.sigval
+            print(f"stopped by {number.name}", file=sys.stderr)
+            raise SystemExit(128 + number) from None
 
 
 def guard(entry: Callable[..., Any]) -> Callable[..., None]:
@@ -210,12 +217,25 @@ def _leave(exit_code: int) -> None:
 @contextmanager
 def _signals_restored() -> Iterator[None]:
     """The agent handles signals in its own way and leaves it so; afterwards they are as before."""
-    before = {each: signal.getsignal(each) for each in FORWARDED}
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, *FORWARDED)}
     try:
         yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def _sigterm_as_sigusr1() -> Iterator[list[int]]:
+    """SIGTERM to this process becomes SIGUSR1, which the agent forwards; the list tells whether it came."""
+    terminated: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        terminated.append(number)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    yield terminated
 
 
 @contextmanager

@@ -35,7 +35,6 @@ class Log:
     _kept: list[GroupStep] = field(default_factory=list)
     _seconds: list[float] = field(default_factory=list)
     _inner_seconds: list[float | None] = field(default_factory=list)
-    _rounds: int = 0
     _train_loss: float = 0.0
     _router_loss: float | None = None
     _evaluated: Evaluation | None = None
@@ -50,25 +49,27 @@ class Log:
 
     def step(self, step: int, done: GroupStep) -> None:
         """Keep a step's row, and show how far the run is."""
-        recipe = self.job.recipe
+        course = self.job.course
         self._kept.append(done)
         self._seconds.append(self.meter.step_seconds)
         self._inner_seconds.append(self.meter.inner_seconds)
-        next_round = recipe.timetable.next_round(step) if self.job.federation.federates else None
+        next_round = course.timetable.next_round(step) if self.job.federation.federates else None
         self.sinks.progress(
             Progress(
                 step=step,
-                steps=recipe.steps,
+                steps=course.steps,
                 loss=done.nll_sum / max(done.label_tokens, 1),
-                tokens_per_second=recipe.tokens_per_step / self.meter.step_seconds,
+                tokens_per_second=course.tokens_per_step / self.meter.step_seconds,
                 next_round=next_round,
-                eta_seconds=self.meter.eta_seconds(recipe.steps - step),
+                eta_seconds=self.meter.eta_seconds(course.steps - step),
             )
         )
 
     def exchange(self, step: int, report: RoundReport | None) -> None:
-        """Rows of the steps since the last time, from all groups; then the round's."""
-        recipe, groups = self.job.recipe, self.job.world.layout.groups
+        """Rows of the steps since the last time, from all groups; then the round's. Nothing where there are none."""
+        if not self._kept:
+            return
+        course, groups = self.job.course, self.job.world.layout.groups
         first = step - len(self._kept) + 1
         table = self._all_groups()  # (steps, groups, 5)
         for offset, (of_groups, seconds, inner) in enumerate(
@@ -78,11 +79,11 @@ class Log:
             self._train_loss = sum(nll) / max(sum(labels), 1)
             self._router_loss = sum(router) / groups if any(router) else None
             now = first + offset
-            speed = recipe.tokens_per_step / seconds
+            speed = course.tokens_per_step / seconds
             self.sinks.step(
                 StepRow(
                     step=now,
-                    tokens=now * recipe.tokens_per_step,
+                    tokens=course.tokens(now),
                     loss=self._train_loss,
                     group_losses=[each / max(count, 1) for each, count in zip(nll, labels, strict=True)],
                     learning_rate=self._kept[offset].learning_rate,
@@ -96,31 +97,31 @@ class Log:
             )
         self._kept, self._seconds, self._inner_seconds = [], [], []
         if report is not None:
-            self._rounds = report.round
-            self.sinks.round(round_row(report, step, step * recipe.tokens_per_step))
+            self.sinks.round(round_row(report, step, course.tokens(step)))
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         """An evaluation's row."""
         self.last_evaluated, self._evaluated = step, result
-        tokens = step * self.job.recipe.tokens_per_step
-        self.sinks.evaluation(EvalRow(step, tokens, result.loss, result.perplexity, result.sequences))
+        self.sinks.evaluation(
+            EvalRow(step, self.job.course.tokens(step), result.loss, result.perplexity, result.sequences)
+        )
 
     def summary(self) -> Summary:
         """What is left of the run."""
-        recipe, meter = self.job.recipe, self.meter
+        recipe, course, meter = self.job.recipe, self.job.course, self.meter
         assert self._evaluated is not None, "the end is always evaluated"
         peaks = torch.tensor([meter.peak_memory_bytes, meter.rss_bytes], dtype=torch.float64)
         peak_memory, rss = agree(peaks, self.job.world.mesh, dist.ReduceOp.MAX).tolist()
-        speed = meter.tokens_per_second(recipe.tokens_per_step)
+        speed = course.tokens(course.steps) / meter.training_seconds
         summary = Summary(
             strategy=recipe.strategy,
             layout=str(recipe.shape),
-            tokens=recipe.steps * recipe.tokens_per_step,
-            steps=recipe.steps,
-            rounds=self._rounds,
+            tokens=course.tokens(course.steps),
+            steps=course.steps,
+            rounds=self.job.federation.rounds,
             seconds=meter.training_seconds,
             tokens_per_second=speed,
-            steady_tokens_per_second=meter.steady_tokens_per_second(recipe.tokens_per_step),
+            steady_tokens_per_second=meter.steady_tokens_per_second(course.tokens_per_step),
             train_loss=self._train_loss,
             eval_loss=self._evaluated.loss,
             eval_perplexity=self._evaluated.perplexity,

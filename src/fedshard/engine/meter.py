@@ -28,7 +28,7 @@ class Meter:
 
     Steps whose number is a multiple of `profile_every` (0: none) are sampled: looked at closely, which takes time.
     On the CPU the second step always is, for its memory: by then all state exists. The first `warmup_steps` are
-    synchronous. `clock` gives seconds.
+    synchronous. `seconds_before`: training time before a checkpoint that the run goes on from. `clock` gives seconds.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Meter:
         *,
         profile_every: int,
         warmup_steps: int,
+        seconds_before: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.step_seconds = 0.0
@@ -44,9 +45,9 @@ class Meter:
         self.inner_seconds: float | None = None
         """Of the last step: time in which it communicated inside the group, waits for other ranks included. None if
         it was not sampled, or synchronous: then groups speak with each other too, and the two cannot be told apart."""
-        self.training_seconds = 0.0
+        self.training_seconds = seconds_before
         """Of all steps and rounds."""
-        self._device, self._clock = device, clock
+        self._device, self._clock, self._seconds_before = device, clock, seconds_before
         self._profile_every, self._warmup_steps = profile_every, warmup_steps
         self._ends: dict[int, float] = {}  # training seconds at the end of each step, its round included
         self._rounds: list[int] = []  # the steps that a round followed
@@ -83,10 +84,6 @@ class Meter:
         pace = (self._clock() - self._first_end) / paced if paced else self.step_seconds
         return pace * steps_left
 
-    def tokens_per_second(self, tokens_per_step: int) -> float:
-        """Over the whole training time."""
-        return len(self._ends) * tokens_per_step / self.training_seconds
-
     def steady_tokens_per_second(self, tokens_per_step: int) -> float:
         """Over whole rounds: from the end of the run's first one (the warm-up's, if it has one) to the end of the last
         whole one, so that each H steps bear the cost of exactly one round.
@@ -94,7 +91,7 @@ class Meter:
         Where no whole round fits, and without rounds: over all steps but the first tenth.
         """
         first, last = self._whole_rounds() or self._all_but_a_tenth()
-        seconds = self._ends[last] - self._ends.get(first, 0.0)
+        seconds = self._ends[last] - self._ends.get(first, self._seconds_before)
         return (last - first) * tokens_per_step / seconds
 
     @property

@@ -37,7 +37,9 @@ def by_name(exchange: Exchange, names: Sequence[str], pieces: Sequence[torch.Ten
 def put_by_name(
     exchange: Exchange, names: Sequence[str], pieces: Sequence[torch.Tensor], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """The way back from `by_name`: copy named tensors into the pieces."""
+    """The way back from `by_name`: copy named tensors into the pieces; there are neither where nothing is kept."""
+    if not pieces:
+        return
     taken = dict.fromkeys(tensors, 0)
     for (index, part), view in zip(_slots(exchange), _views(exchange, pieces), strict=True):
         name = names[index]

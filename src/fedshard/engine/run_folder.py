@@ -52,6 +52,24 @@ class RunFolder:
             (path / name).touch()  # a run without rounds has an empty rounds.jsonl
         return RunFolder(path)
 
+    @staticmethod
+    def reopen(path: Path, recipe_text: str, environment: Mapping[str, Any], step: int) -> RunFolder:
+        """The folder of a run that goes on after `step`, without what came later, and with its new recipe.
+
+        What the run ran on before is kept in `environment.json`, under `earlier`.
+        """
+        folder = RunFolder(path)
+        for name in FILES.values():
+            (path / name).touch()  # a run that was killed early may not have made them all
+        folder.cut_back(step)
+        _replace(path / "recipe.toml", recipe_text.encode())
+        known = path / "environment.json"
+        before = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
+        earlier = [*before.pop("earlier", []), before]
+        text = json.dumps({**environment, "resumed_step": step, "earlier": earlier}, indent=2, ensure_ascii=False)
+        _replace(path / "environment.json", f"{text}\n".encode())
+        return folder
+
     def append(self, row: Row) -> None:
         """One more line in the row's file, in one write, so that a reader or a killed run sees it whole."""
         with (self.path / FILES[type(row)]).open("ab", buffering=0) as file:

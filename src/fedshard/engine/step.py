@@ -68,12 +68,13 @@ def take_step(job: Job, step: int, *, synchronous: bool) -> GroupStep:
     if synchronous:
         job.federation.average_gradients(rank_tokens)  # crosses groups
 
-    square, *sums = reduce_over([job.inner.square_norm(), nll_sum, router_sum, group_tokens], world.group, world.device)
+    known = [job.inner.square_norm(), nll_sum, router_sum, group_tokens, *job.stop.words()]
+    square, *sums, asked, after = reduce_over(known, world.group, world.device)
+    job.stop.hear(step, asked, after)
     grad_norm = math.sqrt(square / world.layout.replicas)  # each replica has the whole gradient
     rate = 0.0
     if math.isfinite(grad_norm):
-        budget = recipe.budget_tokens / recipe.tokens_per_step  # in steps
-        rate = job.inner.step(grad_norm, min((step - 1) / budget, 1.0), min(step / budget, 1.0))
+        rate = job.inner.step(grad_norm, job.course.consumed(step - 1), job.course.consumed(step))
     tokens = sums[2] / world.layout.group_ranks
     return GroupStep(sums[0], tokens, sums[1] / max(tokens, 1), grad_norm, rate, rank_tokens)
 
@@ -81,8 +82,8 @@ def take_step(job: Job, step: int, *, synchronous: bool) -> GroupStep:
 class Skips:
     """Counts steps that were not applied, and stops at the third in a row."""
 
-    def __init__(self) -> None:
-        self.in_a_row = 0
+    def __init__(self, in_a_row: int = 0):
+        self.in_a_row = in_a_row
 
     def note(self, job: Job, step: int, grad_norm: float) -> bool:
         """Whether this step was skipped. Raises RunError with a tensor's name at the third in a row."""

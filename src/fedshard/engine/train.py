@@ -5,89 +5,140 @@ for each step
        (warm-up)       gradients averaged over the groups                      federate.py
     2. round           if due: shards averaged over the groups                 federate.py
     3. evaluate        if due, on the global model                             evaluate.py
+    4. save            if due: every rank writes its part                      save.py
 """
 
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
 
 from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import write_recipe
+from fedshard.engine.checkpoint import Cursor, Start
 from fedshard.engine.evaluate import evaluate
 from fedshard.engine.job import Job, make_job
 from fedshard.engine.live import print_summary
 from fedshard.engine.log import Log, fsdp_bytes
 from fedshard.engine.meter import Meter
+from fedshard.engine.resume import take_up
 from fedshard.engine.rows import Summary
 from fedshard.engine.run_folder import RunFolder, describe_environment
+from fedshard.engine.save import Saver, set_aside
 from fedshard.engine.sinks import Sinks, open_sinks
 from fedshard.engine.step import Skips, take_step
+from fedshard.engine.stop import heeding_signals, open_stop
 from fedshard.engine.world import World, find_launch, open_world
 
 
-def train_on_rank(recipe: Recipe, into: Path, cache: Path, as_json: bool) -> None:
+def train_on_rank(recipe: Recipe, begin: Start, cache: Path, as_json: bool) -> None:
     """One rank's whole run, from its place in the world to the summary on stdout (rank 0's)."""
-    with open_world(recipe, find_launch()) as world:
+    launch = find_launch()
+    with open_world(recipe, launch) as world:
+        stop, store = open_stop(world, launch.address, begin.stop_after)
         sinks = Sinks([])
-        job = make_job(recipe, world, cache)
-        hosts = all_hosts(world)
-        if world.rank == 0:
-            environment = describe_environment(world.layout.ranks, world.device, hosts)
-            sinks = open_sinks(recipe, RunFolder.create(into, write_recipe(recipe), environment))
-        try:
-            summary = train(job, sinks)
-        finally:
-            sinks.close()
-        if world.rank == 0:
+        with heeding_signals(stop):
+            checkpoint = begin.checkpoint
+            job = make_job(recipe, world, cache, checkpoint.cursor().done if checkpoint else None)
+            job.stop = stop
+            cursor = take_up(job, checkpoint) if checkpoint else None
+            hosts = all_hosts(world)
+            if world.rank == 0:
+                environment = describe_environment(world.layout.ranks, world.device, hosts)
+                sinks = open_sinks(recipe, open_folder(recipe, begin, environment, cursor.step if cursor else 0))
+            try:
+                saver = Saver(job, begin.into, cursor.step if cursor else 0)
+                summary = train(job, sinks, saver, cursor)
+            finally:
+                sinks.close()
+                stop.close()
+        if world.rank == 0 and summary is not None:
             print_summary(summary, federated=job.federation.federates, fsdp_bytes=fsdp_bytes(job), as_json=as_json)
+        elif world.rank == 0:
+            again = f"fedshard train {begin.into / 'recipe.toml'} --resume"
+            print(f"stopped after step {saver.last_step} of {job.course.steps}; go on: {again}", file=sys.stderr)
+        dist.barrier(world.control)  # the store is rank 0's, and the others may still look into it
+        del store
 
 
-def train(job: Job, sinks: Sinks) -> Summary:
-    """Train to the end of the budget; the summary is the same on every rank but for memory, which is the rank's own."""
-    recipe, federation = job.recipe, job.federation
-    last = recipe.steps
-    meter = Meter(job.world.device, profile_every=recipe.log.profile_every, warmup_steps=recipe.timetable.warmup_steps)
-    log = Log(job, sinks, meter)
-    skips = Skips()
-    tokens = 0  # label tokens of this rank since the last round
+def train(job: Job, sinks: Sinks, saver: Saver | None = None, cursor: Cursor | None = None) -> Summary | None:
+    """Train to the end of the budget, from the start or from `cursor`; None if the run was stopped before.
 
-    for step in range(1, last + 1):
+    The summary is the same on every rank but for memory, which is the rank's own.
+    """
+    recipe, course, federation, group = job.recipe, job.course, job.federation, job.world.place.group
+    before, warmup = cursor.training_seconds if cursor else 0.0, course.timetable.warmup_steps
+    meter = Meter(job.world.device, profile_every=recipe.log.profile_every, warmup_steps=warmup, seconds_before=before)
+    log = Log(job, sinks, meter, last_evaluated=cursor.last_evaluated if cursor else 0)
+    skips = Skips(cursor.skipped[group] if cursor else 0)
+    leads = job.world.rank % job.world.layout.group_ranks == 0
+    tokens = cursor.label_tokens[group] if cursor and leads else 0  # label tokens of this rank since the last round
+    step, together = course.done.step, cursor.together if cursor else True
+
+    def save() -> None:
+        """The state as it is after this step, with its rows on the disk."""
+        if saver is not None and saver.last_step != step:
+            log.exchange(step, None)
+            saver.save(step, log, skips, tokens, together=together)
+
+    while step < course.steps and not job.stop.before(step + 1):
+        step += 1
+
         # 1. the group trains; in the warm-up, all groups as one
+        synchronous = federation.federates and course.timetable.synchronous(step)
         with meter.step(step):
-            done = take_step(job, step, synchronous=federation.federates and recipe.timetable.synchronous(step))
+            done = take_step(job, step, synchronous=synchronous)
             skips.note(job, step, done.grad_norm)
             job.inner.zero_grad()
         tokens += done.rank_label_tokens
+        together = synchronous or not federation.federates
         log.step(step, done)
 
         # 2. the round: groups meet
         report = None
         if federation.due(step):
             with meter.round():
-                report = federation.finish(tokens) if step == last else federation.round(tokens)
-            tokens = 0
+                report = federation.finish(tokens) if step == course.steps else federation.round(tokens)
+            tokens, together = 0, True
             if report is not None and report.reset_moments:
                 job.inner.reset_moments()
 
         # 3. rows and evaluation follow the round; without rounds, every step
         if report is not None or not federation.federates:
             log.exchange(step, report)
-            if evaluation_due(recipe, log.last_evaluated, step):
+            if evaluation_due(recipe, course.steps, log.last_evaluated, step):
                 log.evaluation(step, evaluate(job.model, job.corpus, recipe, job.world))
 
-    return log.summary()
+        # 4. the state goes to disk; the last one follows the summary, which it makes good
+        if step < course.steps and saver is not None and saver.due(step, together=together):
+            save()
+
+    summary = log.summary() if step == course.steps else None
+    save()
+    if saver is not None:
+        saver.wait()
+    return summary
 
 
-def evaluation_due(recipe: Recipe, last_evaluated: int, step: int) -> bool:
+def evaluation_due(recipe: Recipe, steps: int, last_evaluated: int, step: int) -> bool:
     """Whether the model is evaluated after this step, which ends a round where there are rounds.
 
     `evaluate.every` counts steps; what is due in mid-round waits for the round. The end is always evaluated.
     """
     every = recipe.evaluate.every
-    return step == recipe.steps or (every > 0 and step // every > last_evaluated // every)
+    return step == steps or (every > 0 and step // every > last_evaluated // every)
+
+
+def open_folder(recipe: Recipe, begin: Start, environment: dict[str, object], step: int) -> RunFolder:
+    """The run folder, new, or as it was after `step`."""
+    if not (begin.resume and begin.into.exists()):
+        return RunFolder.create(begin.into, write_recipe(recipe), environment)
+    for aside in set_aside(begin.into, step):
+        print(f"{aside}: kept, of the run that went on from here before", file=sys.stderr)
+    return RunFolder.reopen(begin.into, write_recipe(recipe), environment, step)
 
 
 def all_hosts(world: World) -> list[str]:

@@ -62,7 +62,8 @@ class World:
 
     `mesh` has the axes "group", "shard" and, if R > 1, "replica" between them. `peers` are the ranks that hold the
     same slice in every group (the group axis), `group` is all R·S ranks that train in lock-step with this one, and
-    `control` is all ranks, over gloo on the CPU whatever the device.
+    `control` is all ranks, over gloo on the CPU whatever the device, and so is `saving`, which has a time-out of its
+    own and may be used by another thread.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class World:
     peers: dist.ProcessGroup
     group: dist.ProcessGroup
     control: dist.ProcessGroup
+    saving: dist.ProcessGroup
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch:
@@ -127,7 +129,8 @@ def open_world(recipe: Recipe, launch: Launch) -> Iterator[World]:
                 device = _agree(device, launch)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            yield make_world(recipe.shape, launch.rank, launch.local_rank, device, timeout)
+            saving = timedelta(seconds=recipe.checkpoint.timeout_seconds)
+            yield make_world(recipe.shape, launch.rank, launch.local_rank, device, timeout, saving_timeout=saving)
         except BaseException as error:
             record_failure(error, launch.rank)
             _close_quickly()
@@ -180,7 +183,13 @@ def own_device(asked: str, launch: Launch, visible: int) -> torch.device:
 
 
 def make_world(
-    layout: Layout, rank: int, local_rank: int, device: torch.device, timeout: timedelta, backend: str | None = None
+    layout: Layout,
+    rank: int,
+    local_rank: int,
+    device: torch.device,
+    timeout: timedelta,
+    backend: str | None = None,
+    saving_timeout: timedelta | None = None,
 ) -> World:
     """The world of one layout over the default process group, which is over gloo and has as many ranks.
 
@@ -205,7 +214,11 @@ def make_world(
     mesh = DeviceMesh.from_group(axes, device.type, ranks, mesh_dim_names=tuple(sizes))
     control = dist.group.WORLD
     assert control is not None, "the default process group comes first"
-    return World(rank, local_rank, layout, layout.place(rank), device, mesh, axes[0], group, control)
+    saving = dist.new_group(
+        None, saving_timeout or timeout, "gloo" if backend == "nccl" else backend, group_desc="saving"
+    )
+    assert isinstance(saving, dist.ProcessGroup)
+    return World(rank, local_rank, layout, layout.place(rank), device, mesh, axes[0], group, control, saving)
 
 
 @contextmanager

@@ -1,0 +1,256 @@
+"""Checkpoints on disk: what is in one, which of them are complete, and whether one is whole. No tensors here.
+
+checkpoints/step-000120/
+  global/            what all groups share, written once, its parts spread over all ranks
+    index.json         where each part of a flattened tensor lies: kind → parameter → shape, [offset, length, file]
+    rank-00000.safetensors, …
+  group-00000/       what is one group's own: moments, and its weights where groups have trained on their own
+    index.json, rank-00000.safetensors, …
+  recipe.toml        as it was resolved
+  layout.json        groups, replicas, shards
+  cursor.json        how far the run is: `Cursor`
+  COMPLETE           size and SHA-256 of every file; written last
+
+It is built under another name and then renamed, so that what is called `step-…` is whole. Weights come from
+safetensors and all else from JSON and TOML: nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fedshard.core.course import Done
+from fedshard.core.errors import Fault, InputError
+from fedshard.core.layout import Layout
+from fedshard.core.recipe import Recipe
+from fedshard.core.recipe_file import read_recipe
+
+FOLDER = "checkpoints"
+GLOBAL, COMPLETE = "global", "COMPLETE"
+NAME = re.compile(r"step-(\d{6,})")
+UNFINISHED, ASIDE = ".unfinished", ".aside"
+"""Behind a name: still being written, or never to be finished; of a run that was later resumed from before it."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How far a run is, beside its tensors. Lists are over groups."""
+
+    step: int
+    """The last step taken."""
+    tokens: int
+    """Sequences × sequence length of all groups."""
+    round: int
+    """Rounds so far."""
+    warmup_steps: int
+    """Where the synchronous warm-up ends or ended."""
+    federated: bool
+    """Whether the run has rounds at all."""
+    together: bool
+    """Whether all groups hold the same weights: after a round, in the warm-up, and without rounds."""
+    synchronous: bool
+    """Whether gradients have been averaged since the last round."""
+    last_evaluated: int
+    """The step of the last evaluation."""
+    training_seconds: float
+    """Of all steps and rounds so far."""
+    sequences: list[int]
+    """Place in the data: `Feed.cursor`."""
+    label_tokens: list[int]
+    """Since the last round."""
+    skipped: list[int]
+    """Steps in a row that were not applied."""
+    data: list[str]
+    """Fingerprint of what each group reads."""
+
+    @property
+    def done(self) -> Done:
+        """What a course goes on from."""
+        return Done(self.step, self.tokens, self.warmup_steps, self.federated)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+
+    @property
+    def step(self) -> int:
+        """By its name."""
+        return step_of(self.path)
+
+    @property
+    def run(self) -> Path:
+        """The run folder that it lies in."""
+        return self.path.resolve().parent.parent
+
+    def cursor(self) -> Cursor:
+        """How far the run was. Raises InputError where the file is damaged."""
+        raw = self._json("cursor.json")
+        if set(raw) != {field.name for field in fields(Cursor)}:
+            raise InputError([damaged(self.path / "cursor.json", "its keys are not those of this version")])
+        return Cursor(**raw)
+
+    def layout(self) -> Layout:
+        """The layout that saved it."""
+        return Layout(**self._json("layout.json"))
+
+    def recipe(self) -> Recipe:
+        """The recipe that it was saved with."""
+        return read_recipe(self.path / "recipe.toml")
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """By its name below the checkpoint, the size (`bytes`) and `sha256` of each file."""
+        return self._json(COMPLETE)["files"]
+
+    def check_sizes(self) -> list[Fault]:
+        """Files that are missing or have another size; quick, since nothing is read."""
+        faults = []
+        for name, known in self.files().items():
+            file = self.path / name
+            size = file.stat().st_size if file.is_file() else None
+            if size != known["bytes"]:
+                says = "is missing" if size is None else f"is {size} bytes, and was written with {known['bytes']}"
+                faults.append(damaged(file, says))
+        return faults
+
+    def verify(self) -> list[Fault]:
+        """Every file that is not as it was written, by size and hash; reads all of them."""
+        faults = self.check_sizes()
+        wrong = {fault.key for fault in faults}
+        for name, known in self.files().items():
+            file = self.path / name
+            if str(file) not in wrong and sha256(file) != known["sha256"]:
+                faults.append(damaged(file, "does not hold what was written: its SHA-256 differs"))
+        return faults
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = self.path / name
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError([damaged(file, f"cannot be read ({error})")]) from None
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins and where it writes."""
+
+    into: Path
+    """The run folder. It is made, unless `resume`."""
+    resume: bool = False
+    """Whether the folder may exist already."""
+    checkpoint: Checkpoint | None = None
+    """What to go on from."""
+    stop_after: int | None = None
+    """Stop after this step, if the run has not ended by then."""
+    passed_over: tuple[str, ...] = ()
+    """What was not gone on from though it is newer, and why."""
+
+
+def folder_name(step: int) -> str:
+    """The name of the checkpoint after `step`.
+
+    >>> folder_name(120)
+    'step-000120'
+    """
+    return f"step-{step:06}"
+
+
+def group_folder(group: int) -> str:
+    """Where a group's own state lies in a checkpoint.
+
+    >>> group_folder(3)
+    'group-00003'
+    """
+    return f"group-{group:05}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name. Raises InputError where it is no such name."""
+    match = NAME.match(path.name)
+    if match is None:
+        raise InputError([Fault(str(path), "is no checkpoint", "Give a folder such as RUN/checkpoints/step-000120.")])
+    return int(match[1])
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`. Raises InputError where there is none, or one that was not finished or is cut short."""
+    if not path.is_dir():
+        raise InputError([Fault(str(path), "no such checkpoint", "See `fedshard checkpoint list RUN`.")])
+    step_of(path)
+    if not (path / COMPLETE).is_file():
+        raise InputError([Fault(str(path), "was not finished", "Take an earlier one: --resume takes the newest.")])
+    checkpoint = Checkpoint(path)
+    if faults := checkpoint.check_sizes():
+        raise InputError(faults)
+    return checkpoint
+
+
+def complete_checkpoints(run: Path) -> list[Checkpoint]:
+    """A run's complete checkpoints, the oldest first: by the number of their step, which is not how text sorts."""
+    found = [path for path in _folders(run) if NAME.fullmatch(path.name) and (path / COMPLETE).is_file()]
+    return [Checkpoint(path) for path in sorted(found, key=step_of)]
+
+
+def incomplete_checkpoints(run: Path) -> list[Path]:
+    """What was begun and not finished."""
+    return [path for path in _folders(run) if not (path / COMPLETE).is_file() or path.name.endswith(UNFINISHED)]
+
+
+def newest_whole(run: Path) -> tuple[Checkpoint | None, list[Fault]]:
+    """The newest complete checkpoint whose files are all there, and what is wrong with those after it."""
+    skipped: list[Fault] = []
+    for checkpoint in reversed(complete_checkpoints(run)):
+        try:
+            faults = checkpoint.check_sizes()
+        except InputError as error:
+            faults = list(error.faults)
+        if not faults:
+            return checkpoint, skipped
+        skipped += faults
+    return None, skipped
+
+
+def doomed(steps: list[int], keep: int, keep_every: int) -> list[int]:
+    """Of the saved steps those that go: all but the newest `keep` (−1: all stay) and multiples of `keep_every`.
+
+    >>> doomed([2, 10, 9, 100], keep=2, keep_every=0)
+    [2, 9]
+    """
+    newest = sorted(steps) if keep < 0 else sorted(steps)[-keep:]
+    return [step for step in sorted(steps) if step not in newest and not (keep_every and step % keep_every == 0)]
+
+
+def write_json(file: Path, tree: Any) -> None:
+    """As readable JSON."""
+    file.write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def cursor_tree(cursor: Cursor) -> dict[str, Any]:
+    """The cursor as its file has it."""
+    return asdict(cursor)
+
+
+def sha256(file: Path) -> str:
+    """As `sha256sum` prints it."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def damaged(file: Path, says: str) -> Fault:
+    """A file of a checkpoint that is not as it was written."""
+    return Fault(str(file), says, "Take another checkpoint: see `fedshard checkpoint list RUN`.")
+
+
+def _folders(run: Path) -> Iterator[Path]:
+    folder = run / FOLDER
+    if folder.is_dir():
+        yield from (path for path in sorted(folder.iterdir()) if path.is_dir() and NAME.match(path.name))
