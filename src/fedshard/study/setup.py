@@ -67,6 +67,8 @@ class Setup:
     """Float32 values that the outer optimizer keeps for each parameter, beside the anchor."""
     bucket_bytes: int = 16 * 2**20
     """Size of the buffers that small tensors move through in a round, in bytes."""
+    on_cpu: bool = False
+    """Whether ranks are processors that speak over gloo, whose collectives take working space of their own."""
 
     def __post_init__(self) -> None:
         ranks = self.layout.ranks
@@ -95,6 +97,7 @@ class Setup:
             anchor=recipe.federates and (sync.anchor or not mean),
             outer_states=0 if mean else 1,
             bucket_bytes=sync.bucket_bytes,
+            on_cpu=train.device == "cpu",
         )
 
     @property

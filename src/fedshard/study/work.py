@@ -6,13 +6,12 @@ and docs/formal/round.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fedshard.study.collectives import Kind, Members, collective_seconds
 from fedshard.study.setup import Setup
-from fedshard.study.size import Architecture, Tensor
+from fedshard.study.size import Architecture
 
 FEW_NUMBERS_BYTES = 64
 """A message that is all latency."""
@@ -155,21 +154,25 @@ def _gather_slices(setup: Setup) -> float:
 
 def messages(setup: Setup, owners: int) -> Iterator[tuple[float, int]]:
     """(owned elements, how many such messages) of a round: large tensors by themselves, the others through buckets."""
-    bucketed = 0
-    for tensors, times in ((setup.architecture.root, 1), (setup.architecture.block, setup.architecture.blocks)):
-        for tensor in tensors:
-            chunk = _owned(tensor, setup, owners)
-            if chunk * 4 >= IN_PLACE_BYTES:
-                yield chunk, times
-            else:
-                bucketed += chunk * times
-    if bucketed:
-        count = math.ceil(bucketed * 4 * 2 / setup.bucket_bytes)  # a bucket is half of the bytes that they have
+    for chunk, times in _chunks(setup, owners):
+        if chunk * 4 >= IN_PLACE_BYTES:
+            yield chunk, times
+    if bucketed := bucketed_numel(setup, owners):
+        count = -(-bucketed // (setup.bucket_bytes // 8))  # two buckets share their bytes
         yield bucketed / count, count
 
 
-def _owned(tensor: Tensor, setup: Setup, owners: int) -> int:
-    return -(-tensor.shard_numel(setup.layout.shards) // owners)
+def bucketed_numel(setup: Setup, owners: int) -> int:
+    """Owned elements that go through a bucket in a round."""
+    return sum(chunk * times for chunk, times in _chunks(setup, owners) if chunk * 4 < IN_PLACE_BYTES)
+
+
+def _chunks(setup: Setup, owners: int) -> Iterator[tuple[int, int]]:
+    """(owned elements of a tensor, how many such tensors)."""
+    model, shards = setup.architecture, setup.layout.shards
+    for tensors, times in ((model.root, 1), (model.block, model.blocks)):
+        for tensor in tensors:
+            yield -(-tensor.shard_numel(shards) // owners), times
 
 
 def _outer_seconds(setup: Setup) -> float:
