@@ -13,6 +13,7 @@ from fedshard.core.errors import Fault, FedshardError, InputError
 
 COMMANDS = {
     "train": "train a model: in groups, by rounds, on the ranks of this machine or of torchrun and srun",
+    "emulate": "run any command on every node of a cluster that exists on this machine only",
 }
 """The commands, each with its line of help; `fedshard.cli.NAME` holds it as `run(words)`."""
 
