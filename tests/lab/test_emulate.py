@@ -41,9 +41,10 @@ elif node == target:
 """Node 0 sends so many bytes to another one, and prints how many seconds that took."""
 
 
-def outside() -> tuple[str, list[Path]]:
+def outside() -> tuple[list[str], list[Path]]:
     """The devices and the named network namespaces of this machine."""
-    return Path("/proc/net/dev").read_text().count("\n"), sorted(Path("/run/netns").glob("*"))
+    names = [line.partition(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines()]
+    return names, sorted(Path("/run/netns").glob("*"))
 
 
 def is_running(mark: str) -> bool:
@@ -132,7 +133,7 @@ def test_two_at_once_do_not_meet_and_nothing_is_left(namespaces, tmp_path):
     before = outside()
     with Emulation(read_cluster("lab-fast")) as one, Emulation(read_cluster("lab-fast")) as other:
         assert one.addresses == other.addresses
-        server = "import socket; socket.create_server(('{address}', 29500)); input_ = __import__('time').sleep(0.3)"
+        server = "import socket, time; socket.create_server(('{address}', 29500)); time.sleep(0.3)"
         jobs = [each.start([sys.executable, "-c", server]) for each in (one, other)]
         for job in jobs:
             job.wait(10)
@@ -148,10 +149,11 @@ from fedshard.lab.emulate import Emulation
 with Emulation(read_cluster("lab-fast")) as emulation:
     emulation.run(["sh", "-c", "setsid sleep {mark} & sleep {mark}"])
 """
-    process = subprocess.Popen([sys.executable, "-c", code])
-    assert wait_until(lambda: is_running(f"sleep\0{mark}"))
-    process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            assert wait_until(lambda: is_running(f"sleep\0{mark}"))
+        finally:
+            process.send_signal(signal.SIGKILL)
     assert wait_until(lambda: not is_running(mark))
     assert outside() == before
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fedshard.core.errors import Fault, InputError
@@ -49,15 +50,14 @@ class Namespaces:
     def __init__(self, commands: Sequence[str]):
         found = _find_tools()
         script = PREPARE + "".join(f"{command}\n" for command in commands) + WAIT
-        options = ["--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"]
+        options = ["--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ex"]
         with tempfile.TemporaryFile() as errors:
             self._first = subprocess.Popen(
-                [found["unshare"], *options, "sh", "-exc", script],
+                [found["unshare"], *options],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 start_new_session=True,  # Ctrl-C is for this process, which then closes the tree in order
             )  # fmt: skip
-            assert self._first.stdout is not None
-            told = self._first.stdout.readline().strip()
+            told = self._tell(script)
             if not told:
                 self.close()
                 errors.seek(0)
@@ -70,7 +70,8 @@ class Namespaces:
         """End all processes of the tree, and wait until they are gone. Closing twice does nothing more."""
         assert self._first.stdin is not None
         assert self._first.stdout is not None
-        self._first.stdin.close()
+        with suppress(BrokenPipeError):  # of what it has not read, if it has failed
+            self._first.stdin.close()
         try:
             self._first.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -87,28 +88,20 @@ class Namespaces:
 
         The command becomes the first of another tree within, so that killing it kills all that it started.
         """
-        enter = [
-            self._found["nsenter"],
-            "--target",
-            str(self.pid),
-            "--user",
-            "--preserve-credentials",
-            "--mount",
-            "--net",
-        ]
-        enter += ["--pid", "--"]
-        within = [
-            self._found["ip"],
-            "netns",
-            "exec",
-            name,
-            "unshare",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-        ]
-        return [*enter, *within]
+        enter = f"--target {self.pid} --user --preserve-credentials --mount --net --pid --".split()
+        within = f"netns exec {name} {self._found['unshare']} --pid --fork --kill-child --mount-proc".split()
+        return [self._found["nsenter"], *enter, self._found["ip"], *within]
+
+    def _tell(self, script: str) -> bytes:
+        """Give the first process its script, and return the line that it answers with: empty, if it has failed."""
+        assert self._first.stdin is not None
+        assert self._first.stdout is not None
+        try:
+            self._first.stdin.write(script.encode())
+            self._first.stdin.flush()
+        except BrokenPipeError:  # it ended before it had read everything
+            return b""
+        return self._first.stdout.readline().strip()
 
 
 def lacking(what: str) -> InputError:

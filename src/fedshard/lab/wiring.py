@@ -35,6 +35,8 @@ SMALLEST_QUEUE_BYTES = 1_000_000
 """What may wait in front of a slow link all the same: a segment of 64 kB from each of a dozen connections."""
 
 IPV6_OFF = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
+"""The kernel's switch in each network namespace; there is none without IPv6."""
+
 SILENCE = f"sh -c 'test ! -e {IPV6_OFF} || echo 1 > {IPV6_OFF}'"
 """Devices made from now on in a network namespace speak no IPv6. Otherwise they do so unasked, and are counted."""
 
