@@ -133,7 +133,7 @@ def test_two_at_once_do_not_meet_and_nothing_is_left(namespaces, tmp_path):
     before = outside()
     with Emulation(read_cluster("lab-fast")) as one, Emulation(read_cluster("lab-fast")) as other:
         assert one.addresses == other.addresses
-        server = "import socket, time; socket.create_server(('{address}', 29500)); time.sleep(0.3)"
+        server = "import socket, time; listening = socket.create_server(('{address}', 29500)); time.sleep(0.3)"
         jobs = [each.start([sys.executable, "-c", server]) for each in (one, other)]
         for job in jobs:
             job.wait(10)
