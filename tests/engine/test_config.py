@@ -232,3 +232,10 @@ def test_the_config_is_not_changed_by_the_checks():
     before = config.to_dict()
     build_on_meta(config, torch.bfloat16)
     assert config.to_dict() == before
+
+
+def test_key_value_heads_that_cannot_be_shared_are_refused():
+    """What would else fail in the first step, with a traceback."""
+    config = ConfigModel(model_type="llama", vocab_size=64, hidden_size=8, num_attention_heads=2, num_key_value_heads=4)
+    with pytest.raises(InputError, match=r"num_key_value_heads: 2 query heads cannot share 4"):
+        read_config(config)

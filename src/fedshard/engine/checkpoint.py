@@ -21,7 +21,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -232,11 +232,6 @@ def doomed(steps: list[int], keep: int, keep_every: int) -> list[int]:
 def write_json(file: Path, tree: Any) -> None:
     """As readable JSON."""
     file.write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def cursor_tree(cursor: Cursor) -> dict[str, Any]:
-    """The cursor as its file has it."""
-    return asdict(cursor)
 
 
 def sha256(file: Path) -> str:

@@ -178,6 +178,11 @@ def _check_model(config: PreTrainedConfig, key: str, *, trained: bool) -> None:
     if getattr(config, "is_decoder", True) is False and not causal:
         says = f"{config.model_type} attends to later tokens too"
         raise InputError([Fault(key, says, "Set is_decoder = true, or take another architecture.")])
+    text = config.get_text_config()
+    heads, shared = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if heads and shared and heads % shared:
+        says = f"{heads} query heads cannot share {shared} key and value heads evenly"
+        raise InputError([Fault(f"{key}.num_key_value_heads", says, "Give a divisor of num_attention_heads.")])
     decoder_blocks(model)
     initials = read_initials(config)
     if not trained:

@@ -12,6 +12,10 @@ LAST_FRAMES = 8
 """How much of a failed rank's traceback is shown."""
 
 
+class Stopped(SystemExit):
+    """A signal asked all ranks to stop, and this one has: no failure."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why one rank failed: what to print, the exit code it gives the job, and when (nanoseconds since the epoch)."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedshard.core.errors import InputError
-from fedshard.engine.failure import Failure, failure_of, is_failure
+from fedshard.engine.failure import Failure, Stopped, failure_of, is_failure
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -188,6 +188,8 @@ def _end_by(entry: Callable[..., Any], args: tuple[Any, ...], rank: int, alone: 
         _leave(128 + signal.SIGINT)
     except BaseException as error:  # a checkpoint that fails to load is no Exception
         if not is_failure(error):
+            if isinstance(error, Stopped) and not alone:
+                _leave(0)  # at once: the agent was told to stop, and takes no results any more
             return
         failure = failure_of(error, rank)
         record_failure(error, rank)

@@ -96,26 +96,32 @@ class PendingRound:
         return mean
 
 
-def open_state(
-    checkpoint: Checkpoint,
-    cursor: Cursor,
-    place: Place,
-    groups: int,
-    moments: Literal["average", "first", "reset"],
-    files: ExitStack,
-) -> tuple[SharedSlices, GroupSlices]:
-    """The state that the group of `place`, one of `groups`, goes on with; files are open as long as `files` is.
+def open_shared(checkpoint: Checkpoint, cursor: Cursor, groups: int | None, files: ExitStack) -> SharedSlices:
+    """What all of so many groups share (None: the global model, whoever goes on with it); files are open as long as
+    `files` is. Raises InputError where the checkpoint cannot be read, or nothing was trained since the last round.
+    """
+    shared, saved_groups = files.enter_context(Slices(checkpoint.path / GLOBAL)), checkpoint.layout().groups
+    if cursor.together or saved_groups == groups:
+        return shared
+    recipe = checkpoint.recipe()
+    counted = [float(each) if recipe.sync.weights == "tokens" else float(each > 0) for each in cursor.label_tokens]
+    if not any(counted):
+        says = "no group has a label token since the last round, and the pending one cannot be done"
+        raise InputError([Fault(str(checkpoint.path), says, "Take one at a round's end.")])
+    every = [files.enter_context(Slices(checkpoint.path / group_folder(each))) for each in range(saved_groups)]
+    weights = [each / sum(counted) for each in counted]
+    return PendingRound(shared, every, weights, make_outer(recipe.sync.outer))
+
+
+def open_own(
+    checkpoint: Checkpoint, place: Place, groups: int, moments: Literal["average", "first", "reset"], files: ExitStack
+) -> GroupSlices:
+    """What the group of `place`, one of `groups`, goes on with; files are open as long as `files` is.
 
     Raises InputError where the checkpoint cannot be read.
     """
     saved_groups = checkpoint.layout().groups
     same = saved_groups == groups
-    shared = files.enter_context(Slices(checkpoint.path / GLOBAL))
     chosen = [place.group] if same else range(saved_groups)
     own = [files.enter_context(Slices(checkpoint.path / group_folder(each))) for each in chosen]
-    if cursor.together or same:
-        return shared, GroupSlices(own, "first" if same else moments)
-    recipe = checkpoint.recipe()
-    counted = [float(each) if recipe.sync.weights == "tokens" else float(each > 0) for each in cursor.label_tokens]
-    weights = [each / sum(counted) for each in counted]
-    return PendingRound(shared, own, weights, make_outer(recipe.sync.outer)), GroupSlices(own, moments)
+    return GroupSlices(own, "first" if same else moments)

@@ -14,7 +14,7 @@ from fedshard.core.recipe_changes import changed_keys, forbidden_changes
 from fedshard.engine.checkpoint import GLOBAL, Checkpoint, Cursor, group_folder
 from fedshard.engine.config import read_config
 from fedshard.engine.job import Job, open_corpus
-from fedshard.engine.merge import open_state
+from fedshard.engine.merge import open_own, open_shared
 from fedshard.engine.model import build_on_meta, some_of
 from fedshard.engine.parameters import named_parameters
 from fedshard.engine.slices import Slices
@@ -53,8 +53,8 @@ def take_up(job: Job, checkpoint: Checkpoint) -> Cursor:
         after = sum(cursor.label_tokens) // groups  # equal groups: each goes on with its part
         cursor = replace(cursor, label_tokens=[after] * groups, skipped=[0] * groups)
     with ExitStack() as files:
-        moments = job.recipe.checkpoint.moments
-        shared, own = open_state(checkpoint, checkpoint.cursor(), job.world.place, groups, moments, files)
+        shared = open_shared(checkpoint, checkpoint.cursor(), groups, files)
+        own = open_own(checkpoint, job.world.place, groups, job.recipe.checkpoint.moments, files)
         restore(job, shared, own, rounds=cursor.round, synchronous=cursor.synchronous)
     job.feed.cursor = cursor.sequences[0 if regrouped else job.world.place.group]
     return cursor

@@ -113,6 +113,8 @@ class Slices:
         return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
     def _values(self, file: str, key: str, start: int, stop: int) -> torch.Tensor:
+        if Path(file).name != file:
+            raise InputError([damaged(self._folder / INDEX, f"names {file}, which is outside")])
         try:
             if file not in self._open:
                 self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))

@@ -14,12 +14,14 @@ import socket
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import write_recipe
 from fedshard.engine.checkpoint import Cursor, Start
 from fedshard.engine.evaluate import evaluate
+from fedshard.engine.failure import Stopped
 from fedshard.engine.job import Job, make_job
 from fedshard.engine.live import print_summary
 from fedshard.engine.log import Log, fsdp_bytes
@@ -30,7 +32,7 @@ from fedshard.engine.run_folder import RunFolder, describe_environment
 from fedshard.engine.save import Saver, set_aside
 from fedshard.engine.sinks import Sinks, open_sinks
 from fedshard.engine.step import Skips, take_step
-from fedshard.engine.stop import heeding_signals, open_stop
+from fedshard.engine.stop import Stop, heeding_signals, open_stop
 from fedshard.engine.world import World, find_launch, open_world
 
 
@@ -60,8 +62,10 @@ def train_on_rank(recipe: Recipe, begin: Start, cache: Path, as_json: bool) -> N
         elif world.rank == 0:
             again = f"fedshard train {begin.into / 'recipe.toml'} --resume"
             print(f"stopped after step {saver.last_step} of {job.course.steps}; go on: {again}", file=sys.stderr)
-        dist.barrier(world.control)  # the store is rank 0's, and the others may still look into it
+        by_signal = all_asked(world, stop)  # all ranks are here now: the store, which is rank 0's, may go
         del store
+    if by_signal:
+        raise Stopped(0)  # whoever sent the signal waits for the ranks to be gone
 
 
 def train(job: Job, sinks: Sinks, saver: Saver | None = None, cursor: Cursor | None = None) -> Summary | None:
@@ -139,6 +143,13 @@ def open_folder(recipe: Recipe, begin: Start, environment: dict[str, object], st
     for aside in set_aside(begin.into, step):
         print(f"{aside}: kept, of the run that went on from here before", file=sys.stderr)
     return RunFolder.reopen(begin.into, write_recipe(recipe), environment, step)
+
+
+def all_asked(world: World, stop: Stop) -> bool:
+    """Whether a signal asked every rank to stop; waits for all."""
+    asked = torch.tensor(int(stop.asked))
+    dist.all_reduce(asked, dist.ReduceOp.MIN, group=world.control)
+    return bool(asked)
 
 
 def all_hosts(world: World) -> list[str]:

@@ -1,0 +1,209 @@
+"""Stopping and going on as a user does it: kill, signal, `--stop-after`, `--resume` in its three forms."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedshard.cli.main import main
+
+CLOCKS = {"seconds", "exposed_seconds", "inner_seconds", "tokens_per_second"}
+SMALL = [
+    "--layout.groups", "2", "--layout.shards", "1", "--train.device", "cpu", "--model.kind", "config",
+    "--model.model_type", "llama", "--model.vocab_size", "257", "--model.hidden_size", "8",
+    "--model.intermediate_size", "12", "--model.num_hidden_layers", "1", "--model.num_attention_heads", "2",
+    "--model.num_key_value_heads", "1",
+    "--data.sequence_length", "16", "--budget.steps", "12", "--sync.every", "4", "--sync.warmup_fraction", "0.17",
+    "--sync.outer.kind", "nesterov", "--evaluate.every", "3", "--evaluate.sequences", "4", "--checkpoint.every", "5",
+]  # fmt: skip
+ALONE = [*SMALL, "--layout.groups", "1"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("FEDSHARD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def rows(run: Path, name: str) -> list[dict[str, Any]]:
+    """A file of a run, without what clocks say."""
+    lines = (run / name).read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in CLOCKS} for line in lines]
+
+
+def begin(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fedshard", "train", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train(*words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a whole run."""
+    process = begin(*words)
+    out, err = process.communicate(timeout=100)
+    return process.returncode, out, err
+
+
+def assert_same_rows(one: Path, other: Path) -> None:
+    for name in ("metrics.jsonl", "rounds.jsonl", "evals.jsonl"):
+        assert rows(one, name) == rows(other, name), name
+    assert (one / "summary.json").exists()
+    assert (other / "summary.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_killed_and_resumed_is_the_straight_run(tmp_path):
+    """Two groups; the run is killed while it trains, and goes on from its newest checkpoint."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert train(*SMALL, "--into", str(straight))[0] == 0
+    process = begin(*SMALL, "--into", str(killed), "--checkpoint.every", "1", "--checkpoint.mid_round", "true")
+    deadline = time.monotonic() + 80
+    while not list(killed.glob("checkpoints/step-00000?/COMPLETE")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    code, out, err = train(str(killed / "recipe.toml"), "--resume", "--checkpoint.every", "5")
+    assert code == 0, err
+    assert "evaluation perplexity" in out
+    assert_same_rows(straight, killed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_signal_saves_and_the_run_goes_on(tmp_path):
+    """What a SLURM job does on time-out and requeue: SIGUSR1, then the same command again."""
+    run = tmp_path / "run"
+    words = [*SMALL, "--into", str(run), "--resume", "auto", "--budget.steps", "3000", "--sync.every", "1000"]
+    process = begin(*words)
+    deadline = time.monotonic() + 80
+    while not (run / "checkpoints").exists():  # of step 510, where the warm-up ends
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert f"go on: fedshard train {run / 'recipe.toml'} --resume" in err
+    newest = sorted(run.glob("checkpoints/step-*"))[-1]
+    step = json.loads((newest / "cursor.json").read_text())["step"]
+    assert len(rows(run, "metrics.jsonl")) == step
+    code, _, err = train(*words, "--stop-after", str(step + 3))
+    assert code == 0, err
+    assert [row["step"] for row in rows(run, "metrics.jsonl")] == list(range(1, step + 4))
+
+
+def test_one_process_stops_and_goes_on(tmp_path, capsys):
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    main(["train", *ALONE, "--into", str(straight)])
+    main(["train", *ALONE, "--into", str(run), "--resume", "auto", "--stop-after", "6"])
+    assert "stopped after step 6 of 12" in capsys.readouterr().err
+    main(["train", str(run / "recipe.toml"), "--resume", "--stop-after", "7"])
+    main(["train", *ALONE, "--into", str(run), "--resume", "auto"])
+    assert_same_rows(straight, run)
+    capsys.readouterr()
+    main(["train", str(run / "recipe.toml"), "--resume"])
+    assert "is finished: step 12" in capsys.readouterr().out
+    # J9: a smaller budget is refused, a larger one goes on
+    assert refused("train", str(run / "recipe.toml"), "--resume", "--budget.steps", "11") == 2
+    assert "ends at step 11, and the checkpoint is of step 12" in capsys.readouterr().err
+    main(["train", str(run / "recipe.toml"), "--resume", "--budget.steps", "14"])
+    assert [row["step"] for row in rows(run, "metrics.jsonl")] == list(range(1, 15))
+    # from an earlier one into a new folder, and in its own
+    main(["train", "--resume", str(run / "checkpoints" / "step-000012"), "--into", str(tmp_path / "branch")])
+    assert "is finished" in capsys.readouterr().out
+    earlier = str(straight / "checkpoints" / "step-000008")
+    main(["train", "--resume", earlier, "--into", str(tmp_path / "branch")])
+    assert rows(tmp_path / "branch", "metrics.jsonl") == rows(straight, "metrics.jsonl")[8:]
+    main(["train", "--resume", earlier])
+    names = sorted(path.name for path in (straight / "checkpoints").iterdir())
+    assert names == ["step-000008", "step-000012", "step-000012.aside"]
+
+
+def refused(*words: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(words))
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    os.environ["FEDSHARD_CACHE"] = str(tmp_path_factory.getbasetemp() / "cache")
+    main(["train", *ALONE, "--into", str(folder), "--stop-after", "6"])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--seed", "1"], "seed: the checkpoint was saved with 0, not 1"),
+        (["--model.hidden_size", "16"], "model.hidden_size: the checkpoint was saved with 8, not 16"),
+        (["--data.sequence_length", "8"], "data.sequence_length: the checkpoint was saved with 16, not 8"),
+        (["--optimizer.kind", "sgd"], "optimizer.kind: the checkpoint was saved with 'adamw', not 'sgd'"),
+        (["--budget.steps", "5"], "budget: ends at step 5, and the checkpoint is of step 6"),
+    ],
+)
+def test_what_must_stay_as_it_was(run, capsys, words, says):
+    assert refused("train", str(run / "recipe.toml"), "--resume", *words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_may_change_is_told(run, tmp_path, capsys):
+    newest = str(run / "checkpoints" / "step-000006")
+    words = ["--sync.every", "2", "--optimizer.learning_rate", "0.01", "--evaluate.every", "0"]
+    main(["train", "--resume", newest, "--into", str(tmp_path / "changed"), *words])
+    err = capsys.readouterr().err
+    assert "from step 7 on sync.every is 2, it was 4" in err
+    assert "from step 7 on optimizer.learning_rate is 0.01, it was 0.003" in err
+    assert "evaluate" not in err.partition("step 7")[0]
+    assert [row["step"] for row in rows(tmp_path / "changed", "rounds.jsonl")] == [8, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--resume"], "--resume: needs to know which run goes on"),
+        (["--resume", "nowhere"], "nowhere: no such checkpoint"),
+        (["--resume", "--into", "empty"], "empty: has no complete checkpoint"),
+        (["--stop-after", "0"], "--stop-after: '0' is no step"),
+        (["--stop-after", "x"], "--stop-after: 'x' is no step"),
+    ],
+)
+def test_what_cannot_be_resumed(tmp_path, monkeypatch, capsys, words, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert refused("train", *words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_list_verify_and_export(run, tmp_path, capsys):
+    main(["checkpoint", "list", str(run)])
+    assert capsys.readouterr().out.split()[:2] == ["step", "6"]
+    main(["checkpoint", "list", str(run), "--json"])
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)["checkpoints"]] == [6]
+    main(["checkpoint", "verify", str(run)])
+    assert "all as they were written" in capsys.readouterr().out
+    main(["export", str(run), "--to", str(tmp_path / "hf"), "--dtype", "bfloat16"])
+    assert "rounded from float32 to bfloat16" in capsys.readouterr().err
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "hf").iterdir()}
+    damaged = run / "checkpoints" / "step-000006" / "group-00000" / "rank-00000.safetensors"
+    good = damaged.read_bytes()
+    damaged.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert refused("checkpoint", "verify", str(run)) == 1
+    assert str(damaged) in capsys.readouterr().err
+    damaged.write_bytes(good)
+    for words in (
+        ["export"],
+        ["export", str(run), "--to", "x", "--dtype", "int8"],
+        ["checkpoint"],
+        ["checkpoint", "x"],
+    ):
+        assert refused(*words) == 2
