@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,17 +41,22 @@ def setup_of(shape: tuple[int, int, int], **changes: Any) -> Setup:
 # bytes that real ranks send
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A few short texts, and room for a cache: what is learned from them does not matter here."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "texts").mkdir()
+    for number in range(8):
+        (folder / f"texts/{number}.txt").write_text(f"{number} is a number. " * 2_000)
+    return folder
 
 
-def recipe_of(layout: Layout, **train: Any) -> Recipe:
+def recipe_of(layout: Layout, folder: Path, **train: Any) -> Recipe:
     """`tiny`, whose 257 rows of embedding no number of shards divides."""
     return make_recipe(
         {
             "layout": {"groups": layout.groups, "replicas": layout.replicas, "shards": layout.shards},
-            "data": {"sequence_length": 8},
+            "data": {"kind": "text", "path": str(folder / "texts"), "sequence_length": 8},
             "train": {"device": "cpu", "micro_batch": 1} | train,
             "sync": {"every": 3, "warmup_fraction": 0.0},
             "budget": {"steps": 9},
@@ -58,12 +64,12 @@ def recipe_of(layout: Layout, **train: Any) -> Recipe:
     )
 
 
-def sent_by(context: RankContext, recipe: Recipe, cache: Path) -> dict[str, float]:
+def sent_by(context: RankContext, recipe: Recipe, folder: Path) -> dict[str, float]:
     """What this rank sends in one step and in one round, by purpose."""
     from fedshard.engine.job import make_job
     from fedshard.engine.step import take_step
 
-    job = make_job(recipe, context.world, cache)
+    job = make_job(recipe, context.world, folder / "cache")
     layout, place = context.layout, context.world.place
     with Traffic() as step:
         take_step(job, 1, synchronous=False)
@@ -87,13 +93,13 @@ def sent_by(context: RankContext, recipe: Recipe, cache: Path) -> dict[str, floa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "accumulation"),
-    [((1, 1, 3), 2), ((1, 2, 2), 2), ((2, 1, 2), 1), ((2, 2, 1), 1), ((3, 1, 1), 1)],
+    [((1, 2, 2), 2), ((2, 2, 1), 1), ((3, 1, 1), 1)],
 )
-def test_bytes_are_those_that_ranks_send(ranks: RankPool, cache, shape, accumulation):
+def test_bytes_are_those_that_ranks_send(ranks: RankPool, folder, shape, accumulation):
     """Identity 9: of every purpose, the rank that sends most, padding included; small change to agree on beside it."""
     layout = Layout(*shape)
-    recipe = recipe_of(layout, accumulation=accumulation)
-    seen = ranks.run(sent_by, layout, recipe, cache)
+    recipe = recipe_of(layout, folder, accumulation=accumulation)
+    seen = ranks.run(sent_by, layout, recipe, folder)
     most = {purpose: max(each[purpose] for each in seen) for purpose in seen[0]}
     setup = replace(Setup.from_recipe(recipe, read_cluster("workstation-8")), every=1)
     flow = step_bytes(setup)
@@ -296,3 +302,17 @@ def test_blocks_that_do_not_divide_are_dealt_out_in_turn():
     assert fragment_fractions(setup_of((2, 1, 4), fragments=4))[1:] == [
         count * LLAMA_8B.block_numel / M for count in (11, 11, 10)
     ]
+
+
+def test_every_equation_that_code_cites_stands_in_the_docs():
+    root = Path(__file__).parents[2]
+    stated = re.findall(r"^:label: (\S+)$", "".join(page.read_text() for page in root.glob("docs/**/*.md")), re.M)
+    sources = "".join(path.read_text() for path in root.glob("src/fedshard/**/*.py"))
+    cited = [
+        name
+        for text in re.findall(r"[Ee]quations? (\(.*?)\.(?:\s|$)", sources, re.S)
+        for name in re.findall(r"\(([a-z]+-[a-z-]+)\)", text)
+    ]
+    assert len(set(cited)) > 20
+    assert set(cited) <= set(stated)
+    assert len(stated) == len(set(stated))

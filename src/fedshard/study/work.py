@@ -1,7 +1,7 @@
 """How long each piece of one optimizer step takes by itself; what hides behind what is `cost.py`'s matter.
 
 Units are those of engine/shard.py: each decoder block, and the root with all the rest. Formulas: docs/formal/step.md
-and docs/formal/round.md.
+and docs/formal/rounds.md.
 """
 
 from __future__ import annotations
