@@ -6,9 +6,11 @@
     all-to-all                   pairwise   (p−1)·(α + V/(pβ))
     all-reduce                   ring       twice that
     all-reduce                   tree       2·log2(p)·α' + 2V/β
+    all-gather, reduce-scatter   doubling   log2(p)·α + V(p−1)/(pβ)       one member per node
+    all-reduce                   doubling   twice that
     all of them                  two-tier   rings between nodes, rings inside them
 
-All-gather and reduce-scatter, which FSDP lives on, have no tree: their latency grows with the number of ranks.
+In NCCL all-gather and reduce-scatter, which FSDP lives on, have the ring alone: their latency grows with the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from typing import Literal
 from fedshard.core.topology import Cluster, Tier, TierName
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-Algorithm = Literal["ring", "tree", "two-tier", "best"]
+Algorithm = Literal["ring", "tree", "doubling", "two-tier", "best"]
+
+REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter", "all_reduce")
+"""Collectives that add up what arrives."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class Library:
     """On the latency of a hop in a tree, where whole pieces are received before they are passed on."""
     tree_rate_factor: float
     """On the rate of a tree."""
+    adds_bytes_per_second: float = math.inf
+    """Rate at which what arrives is added to what is there; accelerators are faster at it than links, hosts not."""
+    doubles: tuple[Kind, ...] = ()
+    """Collectives for which `best` may take recursive doubling."""
 
 
 NCCL = Library(
@@ -131,11 +140,9 @@ def ring_seconds(kind: Kind, message_bytes: float, members: Members, library: Li
         crossing = members.port_members * (members.ranks - members.port_members) / hops if members.nodes > 1 else 1.0
     times = 2 if kind == "all_reduce" else 1
     chunk = message_bytes / members.ranks * crossing
-    rate, latency = members.rate(message_bytes), members.tier.latency_seconds.value
-    return library.base_seconds + times * hops * min(
-        latency * protocol.latency_factor + chunk / min(rate, protocol.most_bytes_per_second)
-        for protocol in library.protocols
-    )
+    hop = _message_seconds(chunk, members.rate(message_bytes), members.tier, library)
+    adding = chunk / library.adds_bytes_per_second if kind in REDUCTIONS else 0.0
+    return library.base_seconds + hops * (times * hop + adding)
 
 
 def tree_seconds(message_bytes: float, members: Members, library: Library = NCCL) -> float:
@@ -145,10 +152,31 @@ def tree_seconds(message_bytes: float, members: Members, library: Library = NCCL
     rate = members.rate(message_bytes) * library.tree_rate_factor
     outside = math.ceil(math.log2(members.nodes)) * members.tier.latency_seconds.value * library.tree_factor
     inside = (members.node_members - 1) * members.inside.latency_seconds.value
-    return library.base_seconds + 2 * min(
-        (outside + inside) * protocol.latency_factor + message_bytes / min(rate, protocol.most_bytes_per_second)
-        for protocol in library.protocols
+    adding = message_bytes / library.adds_bytes_per_second
+    return (
+        library.base_seconds
+        + adding
+        + 2
+        * min(
+            (outside + inside) * protocol.latency_factor + message_bytes / min(rate, protocol.most_bytes_per_second)
+            for protocol in library.protocols
+        )
     )
+
+
+def doubling_seconds(kind: Kind, message_bytes: float, members: Members, library: Library = NCCL) -> float:
+    """Partners 1, 2, 4, … ranks away, whose messages double (in a reduction: halve). Equation (collectives-doubling).
+
+    For one member per node: else a node's members would need its links all at once.
+    """
+    assert members.node_members == 1 or members.nodes == 1, "doubling is for one member per node"
+    times, total, done = (2 if kind == "all_reduce" else 1), library.base_seconds, 1
+    while done < members.ranks:
+        chunk = message_bytes / members.ranks * min(done, members.ranks - done)
+        total += times * _message_seconds(chunk, members.rate(message_bytes), members.tier, library)
+        total += chunk / library.adds_bytes_per_second if kind in REDUCTIONS else 0.0
+        done *= 2
+    return total
 
 
 def two_tier_seconds(kind: Kind, message_bytes: float, members: Members, library: Library = NCCL) -> float:
@@ -176,7 +204,7 @@ def collective_seconds(
 ) -> float:
     """Seconds of one collective over `message_bytes` (of the whole tensor).
 
-    `best` is what NCCL takes: for an all-reduce the faster of ring and tree, for everything else the ring.
+    `best` is the fastest that the library has: NCCL takes ring or tree for an all-reduce, the ring for all else.
     """
     assert algorithm != "tree" or kind == "all_reduce", f"no tree for {kind}"
     if message_bytes == 0 or members.ranks == 1:
@@ -185,7 +213,19 @@ def collective_seconds(
         return two_tier_seconds(kind, message_bytes, members, library)
     if algorithm == "tree":
         return tree_seconds(message_bytes, members, library)
-    ring = ring_seconds(kind, message_bytes, members, library)
-    if algorithm == "ring" or kind != "all_reduce":
-        return ring
-    return min(ring, tree_seconds(message_bytes, members, library))
+    if algorithm == "doubling":
+        return doubling_seconds(kind, message_bytes, members, library)
+    times = [ring_seconds(kind, message_bytes, members, library)]
+    if algorithm == "best" and kind == "all_reduce":
+        times.append(tree_seconds(message_bytes, members, library))
+    if algorithm == "best" and kind in library.doubles and members.node_members == 1:
+        times.append(doubling_seconds(kind, message_bytes, members, library))
+    return min(times)
+
+
+def _message_seconds(message_bytes: float, rate: float, tier: Tier, library: Library) -> float:
+    """One message between neighbours on a tier, by the protocol that is fastest for it."""
+    return min(
+        tier.latency_seconds.value * protocol.latency_factor + message_bytes / min(rate, protocol.most_bytes_per_second)
+        for protocol in library.protocols
+    )
