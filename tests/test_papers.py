@@ -234,11 +234,7 @@ def test_the_example_of_a_loop_of_ones_own(checkout, tools):
 @pytest.mark.parametrize("script", sorted((ROOT / "examples/slurm").glob("*.sbatch")), ids=name_of)
 def test_batch_files_start_as_many_ranks_as_their_recipe_has(script, tmp_path):
     """With an srun that only prints what it would start."""
-    for name, command in {"srun": 'printf "%s\\n" "$@"', "scontrol": "printf 'node7\\nnode8\\n'"}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
-        (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "4711", "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NODELIST": "node[7-8]"}
-    printed = run(f"bash {script}", ROOT, job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}).split("\n")[:-1]
+    printed = run(f"bash {script}", ROOT, slurm(tmp_path, 'printf "%s\\n" "$@"')).split("\n")[:-1]
 
     asked = {key: int(value) for key, value in re.findall(r"^#SBATCH --(\S+)=(\d+)$", script.read_text(), re.M)}
     ranks = asked["nodes"] * asked["ntasks-per-node"]
@@ -247,10 +243,42 @@ def test_batch_files_start_as_many_ranks_as_their_recipe_has(script, tmp_path):
         assert (given["--nnodes"], given["--rdzv-endpoint"]) == ("2", "node7:16711")
         ranks *= int(given["--nproc-per-node"])
     path, *words = printed[printed.index("train") + 1 :]
-    assert words[-2:] == ["--into", "runs/4711"]
-    shape = read_recipe(ROOT / path, words[:-2]).shape
+    assert words[-4:] == ["--into", "runs/4711", "--resume", "auto"]
+    shape = read_recipe(ROOT / path, words[:-4]).shape
     assert ranks == shape.ranks
     assert shape.group_ranks == asked["gpus-per-node"], "a node is a group"
+
+
+def slurm(folder: Path, srun: str) -> dict[str, str]:
+    """The environment of job 4711, with an srun that does what is given, and a scontrol that notes what it requeues."""
+    scontrol = f"""[ "$1" = requeue ] && echo "$2" >> "{folder}/requeued" || printf 'node7\\nnode8\\n'"""
+    for name, command in {"srun": srun, "scontrol": scontrol}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{command}\n")
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "4711", "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NODELIST": "node[7-8]"}
+    return job | {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_a_job_whose_ranks_were_stopped_by_a_signal_queues_itself_again(tmp_path):
+    """Under srun they end with 0 and leave no summary; torchrun ends with 1, and the script has heard the signal."""
+    run(f"bash {ROOT}/examples/slurm/srun.sbatch", tmp_path, slurm(tmp_path, "exit 0"))
+    assert (tmp_path / "requeued").read_text() == "4711\n"
+    waits = f'trap "sleep 0.3; exit 1" USR1; touch "{tmp_path}/ready"; while :; do sleep 0.05; done'
+    script = f"""bash {ROOT}/examples/slurm/torchrun.sbatch & job=$!
+        while [ ! -f ready ]; do sleep 0.05; done
+        kill -USR1 $job; wait $job && exit 1 || [ $? -eq 1 ]"""
+    run(script, tmp_path, slurm(tmp_path, waits), seconds=20)
+    assert (tmp_path / "requeued").read_text() == "4711\n4711\n"
+
+
+def test_a_job_that_fails_or_is_done_does_not(tmp_path):
+    for script in ("srun", "torchrun"):
+        run(f"bash {ROOT}/examples/slurm/{script}.sbatch && exit 1 || true", tmp_path, slurm(tmp_path, "exit 1"))
+    (tmp_path / "runs/4711").mkdir(parents=True)
+    (tmp_path / "runs/4711/summary.json").write_text("{}")
+    for script in ("srun", "torchrun"):
+        run(f"bash {ROOT}/examples/slurm/{script}.sbatch", tmp_path, slurm(tmp_path, "exit 0"))
+    assert not (tmp_path / "requeued").exists()
 
 
 @pytest.mark.slow

@@ -126,6 +126,18 @@ def test_one_process_stops_and_goes_on(tmp_path, capsys):
     assert names == ["step-000008", "step-000012", "step-000012.aside"]
 
 
+def test_transformers_computes_the_perplexity_that_training_did(tmp_path, monkeypatch, capsys):
+    """The ten lines of docs/checkpoints.md."""
+    monkeypatch.chdir(tmp_path)
+    main(["train", *ALONE, "--into", "runs/fsdp"])
+    main(["export", "runs/fsdp", "--to", "exported"])
+    capsys.readouterr()
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    told = float(capsys.readouterr().out)
+    assert told == pytest.approx(rows(Path("runs/fsdp"), "evals.jsonl")[-1]["perplexity"], rel=1e-4)
+
+
 def refused(*words: str) -> int:
     with pytest.raises(SystemExit) as stopped:
         main(list(words))

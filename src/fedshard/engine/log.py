@@ -15,7 +15,7 @@ from fedshard.engine.evaluate import Evaluation
 from fedshard.engine.federate import RoundReport
 from fedshard.engine.job import Job
 from fedshard.engine.meter import Meter
-from fedshard.engine.model import flops_per_token
+from fedshard.engine.model import decoder_blocks, flops_per_token
 from fedshard.engine.parameters import named_parameters
 from fedshard.engine.peaks import peak_flops
 from fedshard.engine.rows import EvalRow, Progress, RoundRow, StepRow, Summary
@@ -173,12 +173,17 @@ def fsdp_bytes(job: Job) -> int:
     """What FSDP over all ranks would send between groups from one round to the next, for each rank of a group.
 
     Its ring leaves each group once, and each crossing carries (N−1)/N of the padded parameters per gather and per
-    reduction: two gathers in the type of computation and one reduction for each micro-batch (DESIGN section 7).
+    reduction. For each micro-batch blocks are gathered twice, in the type of computation, the root once, because FSDP2
+    keeps it from the forward pass to the backward pass; and all are reduced once (DESIGN section 7).
     """
     recipe, world = job.recipe, job.world
     ranks, train = world.layout.ranks, recipe.train
     gathered = compute_dtype(train, world.device.type).itemsize
     reduced = getattr(torch, train.reduce_dtype).itemsize
-    padded = sum(-(-each.shape[0] // ranks) * each.shape[1:].numel() for each in named_parameters(job.model).values())
-    per_step = (ranks - 1) * padded * (2 * gathered + reduced) * train.accumulation
+    blocks = tuple(f"{name}." for name, _ in decoder_blocks(job.model))
+    per_step = 0
+    for name, parameter in named_parameters(job.model).items():
+        padded = -(-parameter.shape[0] // ranks) * parameter.shape[1:].numel()
+        gathers = 2 if name.startswith(blocks) else 1
+        per_step += (ranks - 1) * padded * (gathers * gathered + reduced) * train.accumulation
     return recipe.sync.every * per_step // world.layout.group_ranks

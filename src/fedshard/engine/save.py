@@ -65,6 +65,7 @@ class Saver:
         self._job, self._folder, self._section = job, run / FOLDER, job.recipe.checkpoint
         self._thread = ThreadPoolExecutor(1, "checkpoint") if self._section.async_ else None
         self._writing: Future[None] | None = None
+        self._copies: State = {}
         fingerprints: list[str] = [""] * job.world.layout.ranks
         dist.all_gather_object(fingerprints, job.corpus.fingerprint, group=job.world.control)
         self._data = fingerprints[:: job.world.layout.group_ranks]  # one for each group
@@ -88,7 +89,8 @@ class Saver:
         if self._thread is None:
             self._write(state, cursor)
         else:
-            self._writing = self._thread.submit(self._write, copied(state), cursor)
+            self._copies = copied(state, self._copies)
+            self._writing = self._thread.submit(self._write, self._copies, cursor)
         self.held_seconds += time.perf_counter() - began
 
     def _cursor(self, step: int, log: Log, skips: Skips, label_tokens: int, together: bool) -> Cursor:
@@ -149,10 +151,22 @@ class Saver:
         return None
 
 
-def copied(state: State) -> State:
-    """The same values in memory of their own, on the CPU, so that training can go on."""
+def copied(state: State, before: State) -> State:
+    """The same values in memory of their own, on the CPU, so that training can go on.
+
+    The copies of the save `before` are written over where they fit: fresh memory costs more than the copying.
+    """
+
+    def copy(values: torch.Tensor, old: Slice | None) -> torch.Tensor:
+        if old is None or (old.values.shape, old.values.dtype) != (values.shape, values.dtype):
+            return values.to("cpu", copy=True)
+        return old.values.copy_(values)
+
     return {
-        folder: {key: Slice(each.offset, each.shape, each.values.to("cpu", copy=True)) for key, each in slices.items()}
+        folder: {
+            key: Slice(each.offset, each.shape, copy(each.values, before.get(folder, {}).get(key)))
+            for key, each in slices.items()
+        }
         for folder, slices in state.items()
     }
 
