@@ -28,6 +28,9 @@ OPENMPI = Library(
     doubles=("all_reduce",),
 )
 
+COLUMNS = ("source", "system", "collective", "algo", "ranks", "nodes", "bytes", "median_us")
+"""What is read of a row; a column that a table lacks is empty."""
+
 KINDS: dict[str, Kind] = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -88,16 +91,17 @@ class LeftOut:
 def read_measured(path: Path) -> Iterator[Measured | LeftOut]:
     """Every row of a table of collectives, with its prediction or the reason why there is none."""
     with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
+        for line, raw in enumerate(csv.DictReader(file), start=2):
+            row = {column: (raw.get(column) or "").strip() for column in COLUMNS}
             try:
                 yield _predicted(row)
             except ValueError as error:
-                yield LeftOut(f"line {number}: {row.get('system')} {row.get('collective')}", str(error))
+                yield LeftOut(f"line {line}: {row['system']} {row['collective']}", str(error))
 
 
 def _predicted(row: dict[str, str]) -> Measured:
     """Raises ValueError, with what is missing or unknown, where nothing can be said."""
-    ranks, nodes, message_bytes = (_number(row, key) for key in ("ranks", "nodes", "bytes"))
+    ranks, nodes, message_bytes = (int(_number(row, key)) for key in ("ranks", "nodes", "bytes"))
     kind = KINDS.get((row["collective"].split() or [""])[0].replace("_", "").replace("-", "").lower())
     if kind is None:
         raise ValueError(f"no model of {row['collective']!r}")
@@ -119,15 +123,19 @@ def _predicted(row: dict[str, str]) -> Measured:
         ranks=ranks,
         nodes=nodes,
         message_bytes=message_bytes,
-        measured_seconds=float(row["median_us"]) * 1e-6,
+        measured_seconds=_number(row, "median_us") * 1e-6,
         predicted_seconds=seconds,
     )
 
 
-def _number(row: dict[str, str], key: str) -> int:
-    if not (row.get(key) or "").isdecimal() or int(row[key]) < 1:
-        raise ValueError(f"{key} is {row.get(key)!r}, no positive whole number")
-    return int(row[key])
+def _number(row: dict[str, str], key: str) -> float:
+    try:
+        number = float(row[key])
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{key} is {row[key]!r}, no positive number")
+    return number
 
 
 def _algorithm(told: str) -> Algorithm:

@@ -51,17 +51,20 @@ def calibrated_efficiency(setup: Setup, seconds: float, *, fused: bool = False) 
     >>> round(predicted_step(setup, efficiency=efficiency).total_seconds, 6)
     2.5
     """
+    ideal = step_work(at_efficiency(setup, 1.0))
+    loaded = _load(ideal, setup, fused)
+
+    def seconds_at(efficiency: float) -> float:
+        work = _slowed(loaded, ideal, 1 / efficiency - 1)
+        return step_seconds(work, setup).total_seconds
+
     slow, fast = LEAST_EFFICIENCY, MOST_EFFICIENCY
-    shortest, longest = (predicted_step(setup, efficiency=each, fused=fused).total_seconds for each in (fast, slow))
-    if not shortest < seconds < longest:
-        says = f"{seconds:.3g} s a step, where communication and memory alone take {shortest:.3g} s"
+    if not seconds_at(fast) < seconds < seconds_at(slow):
+        says = f"{seconds:.3g} s a step, where communication and memory alone take {seconds_at(fast):.3g} s"
         raise InputError([Fault("seconds", says, "Check what was measured, and the links' rates.")])
-    while fast / slow > 1 + 1e-9:
+    while fast / slow > 1 + 1e-8:
         middle = (slow * fast) ** 0.5
-        if predicted_step(setup, efficiency=middle, fused=fused).total_seconds > seconds:
-            slow = middle
-        else:
-            fast = middle
+        slow, fast = (middle, fast) if seconds_at(middle) > seconds else (slow, middle)
     return fast
 
 
@@ -77,7 +80,25 @@ def loaded_work(setup: Setup, *, fused: bool = False) -> StepWork:
 
     `fused`: a compiler joins operations that follow each other.
     """
-    work = step_work(setup)
+    return _load(step_work(setup), setup, fused)
+
+
+def _slowed(work: StepWork, ideal: StepWork, times: float) -> StepWork:
+    """Work whose products take so many times those of `ideal` more."""
+    return replace(
+        work,
+        units=tuple(
+            replace(
+                unit,
+                forward_seconds=unit.forward_seconds + times * products.forward_seconds,
+                backward_seconds=unit.backward_seconds + times * products.backward_seconds,
+            )
+            for unit, products in zip(work.units, ideal.units, strict=True)
+        ),
+    )
+
+
+def _load(work: StepWork, setup: Setup, fused: bool) -> StepWork:
     root, *blocks = work.units
     return replace(
         work,
