@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fedshard.core.errors import InputError
+from fedshard.core.layout import Layout
 from fedshard.engine.checkpoint import (
     COMPLETE,
     FOLDER,
@@ -170,11 +173,82 @@ def test_files_outside_the_checkpoint_are_not_read(tmp_path, file):
         slices.read("weights", "a", range(6))
 
 
-def test_a_cursor_is_read_back_and_another_version_s_is_refused(tmp_path):
+CURSOR = Cursor(10, 640, 2, 2, True, False, False, 6, 1.5, [40, 40], [64, 63], [0, 1], ["a", "a"])
+
+
+def describe(path: Path) -> None:
+    """Its layout and cursor, as if two groups had saved it."""
+    write_json(path / "layout.json", asdict(Layout(2, 1, 1)))
+    write_json(path / "cursor.json", asdict(CURSOR))
+
+
+def test_a_cursor_is_read_back_and_another_s_is_refused(tmp_path):
     path = make(tmp_path, 10)
-    cursor = Cursor(10, 640, 2, 2, True, False, False, 6, 1.5, [40, 40], [64, 63], [0, 1], ["a", "a"])
-    write_json(path / "cursor.json", asdict(cursor))
-    assert Checkpoint(path).cursor() == cursor
-    write_json(path / "cursor.json", asdict(cursor) | {"new": 1})
-    with pytest.raises(InputError, match="not those of this version"):
-        Checkpoint(path).cursor()
+    describe(path)
+    assert Checkpoint(path).cursor() == CURSOR
+    for change, says in [
+        ({"new": 1}, "new: Unexpected"),
+        ({"step": 20}, "is of step 20"),
+        ({"skipped": [0]}, "is not of 2 groups"),
+    ]:
+        write_json(path / "cursor.json", asdict(CURSOR) | change)
+        with pytest.raises(InputError, match=says):
+            Checkpoint(path).cursor()
+
+
+def broken(tree: Any) -> Iterator[Any]:
+    """The tree with each of its values replaced by one of another type, and without each of its keys."""
+    for key in tree if isinstance(tree, dict) else range(len(tree)):
+        if isinstance(tree, dict):
+            yield {other: value for other, value in tree.items() if other != key}
+        inner = broken(tree[key]) if isinstance(tree[key], dict | list) else ()
+        for worse in (*inner, {"a": []}, None):
+            copied = tree.copy()
+            copied[key] = worse
+            yield copied
+
+
+def read_all(path: Path) -> tuple[Cursor, list[float]] | str:
+    """All that going on needs of a checkpoint made here, or the file that is damaged."""
+    try:
+        with Slices(path / "global") as slices:
+            return open_checkpoint(path).cursor(), slices.read("weights", "a", range(6)).tolist()
+    except InputError as error:
+        return error.faults[0].key
+
+
+@pytest.mark.parametrize("name", ["cursor.json", "layout.json", COMPLETE, f"global/{INDEX}"])
+def test_a_damaged_file_is_named_whatever_it_holds(tmp_path, name):
+    """J1: cut short, empty, of other types, without a key; never anything but our own error."""
+    path = make(tmp_path, 10)
+    describe(path)
+    slices_of(path / "global", {"a": torch.arange(6.0)}, [[2, 4]])
+    good = (path / name).read_text()
+    trees = [json.dumps(tree) for tree in broken(json.loads(good))]
+    assert len(trees) > 5
+    for bad in ["", good[: len(good) // 2], "[]", "null", "7", '"a"', *trees]:
+        (path / name).write_text(bad)
+        told = read_all(path)
+        if bad == '{"files": {}}':  # what it does not name is found all the same
+            assert told == (CURSOR, [0, 1, 2, 3, 4, 5])
+        else:
+            assert isinstance(told, str), bad
+            assert told.startswith(str(path))
+
+
+@pytest.mark.parametrize("outside", ["/etc/passwd", "../step-000020/data", "global/../../x"])
+def test_a_list_of_files_names_none_outside(tmp_path, outside):
+    path = make(tmp_path, 10)
+    write_json(path / COMPLETE, {"files": {outside: {"bytes": 8, "sha256": ""}}})
+    with pytest.raises(InputError, match="which is outside"):
+        Checkpoint(path).verify()
+    assert newest_whole(tmp_path)[0] is None
+
+
+def test_a_file_that_holds_less_than_its_index_says(tmp_path):
+    slices_of(tmp_path / "x", {"a": torch.arange(6.0)}, [[6]])
+    index = json.loads((tmp_path / "x" / INDEX).read_text())
+    index["weights"]["a"]["parts"] = [[0, 9, "rank-00000.safetensors"]]
+    write_json(tmp_path / "x" / INDEX, index)
+    with Slices(tmp_path / "x") as slices, pytest.raises(InputError, match="in another size than"):
+        slices.read("weights", "a", range(9))

@@ -78,7 +78,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "round": cursor.round,
         "round_end": cursor.together,
         "layout": str(checkpoint.layout()),
-        "bytes": sum(known["bytes"] for known in checkpoint.files().values()),
+        "bytes": sum(known.bytes for known in checkpoint.files().values()),
         "path": str(checkpoint.path),
     }
 

@@ -21,9 +21,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedshard.core.course import Done
 from fedshard.core.errors import Fault, InputError
@@ -37,10 +39,14 @@ NAME = re.compile(r"step-(\d{6,})")
 UNFINISHED, ASIDE = ".unfinished", ".aside"
 """Behind a name: still being written, or never to be finished; of a run that was later resumed from before it."""
 
+Tree = TypeVar("Tree")
+
 
 @dataclass(frozen=True)
 class Cursor:
     """How far a run is, beside its tensors. Lists are over groups."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     step: int
     """The last step taken."""
@@ -76,6 +82,24 @@ class Cursor:
 
 
 @dataclass(frozen=True)
+class KnownFile:
+    """A file of a checkpoint as it was written."""
+
+    bytes: int
+    """Its size."""
+    sha256: str
+    """As hex."""
+
+
+@dataclass(frozen=True)
+class Complete:
+    """What `COMPLETE` holds."""
+
+    files: dict[str, KnownFile]
+    """By the name below the checkpoint."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint."""
 
@@ -92,23 +116,30 @@ class Checkpoint:
         return self.path.resolve().parent.parent
 
     def cursor(self) -> Cursor:
-        """How far the run was. Raises InputError where the file is damaged."""
-        raw = self._json("cursor.json")
-        if set(raw) != {field.name for field in fields(Cursor)}:
-            raise InputError([damaged(self.path / "cursor.json", "its keys are not those of this version")])
-        return Cursor(**raw)
+        """How far the run was. Raises InputError where the file is damaged, or is another checkpoint's."""
+        file = self.path / "cursor.json"
+        cursor, groups = read_json(file, Cursor), self.layout().groups
+        if cursor.step != self.step:
+            raise InputError([damaged(file, f"is of step {cursor.step}")])
+        if {len(each) for each in (cursor.sequences, cursor.label_tokens, cursor.skipped, cursor.data)} != {groups}:
+            raise InputError([damaged(file, f"is not of {groups} groups")])
+        return cursor
 
     def layout(self) -> Layout:
-        """The layout that saved it."""
-        return Layout(**self._json("layout.json"))
+        """The layout that saved it. Raises InputError where the file is damaged."""
+        return read_json(self.path / "layout.json", Layout)
 
     def recipe(self) -> Recipe:
-        """The recipe that it was saved with."""
+        """The recipe that it was saved with. Raises InputError where the file is damaged."""
         return read_recipe(self.path / "recipe.toml")
 
-    def files(self) -> dict[str, dict[str, Any]]:
-        """By its name below the checkpoint, the size (`bytes`) and `sha256` of each file."""
-        return self._json(COMPLETE)["files"]
+    def files(self) -> dict[str, KnownFile]:
+        """What was written, by the name below the checkpoint. Raises InputError where the list is damaged."""
+        known = read_json(self.path / COMPLETE, Complete).files
+        for name in known:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise InputError([damaged(self.path / COMPLETE, f"names {name}, which is outside")])
+        return known
 
     def check_sizes(self) -> list[Fault]:
         """Files that are missing or have another size; quick, since nothing is read."""
@@ -116,8 +147,8 @@ class Checkpoint:
         for name, known in self.files().items():
             file = self.path / name
             size = file.stat().st_size if file.is_file() else None
-            if size != known["bytes"]:
-                says = "is missing" if size is None else f"is {size} bytes, and was written with {known['bytes']}"
+            if size != known.bytes:
+                says = "is missing" if size is None else f"is {size} bytes, and was written with {known.bytes}"
                 faults.append(damaged(file, says))
         return faults
 
@@ -127,16 +158,9 @@ class Checkpoint:
         wrong = {fault.key for fault in faults}
         for name, known in self.files().items():
             file = self.path / name
-            if str(file) not in wrong and sha256(file) != known["sha256"]:
+            if str(file) not in wrong and sha256(file) != known.sha256:
                 faults.append(damaged(file, "does not hold what was written: its SHA-256 differs"))
         return faults
-
-    def _json(self, name: str) -> dict[str, Any]:
-        file = self.path / name
-        try:
-            return json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError([damaged(file, f"cannot be read ({error})")]) from None
 
 
 @dataclass(frozen=True)
@@ -227,6 +251,18 @@ def doomed(steps: list[int], keep: int, keep_every: int) -> list[int]:
     """
     newest = sorted(steps) if keep < 0 else sorted(steps)[-keep:]
     return [step for step in sorted(steps) if step not in newest and not (keep_every and step % keep_every == 0)]
+
+
+def read_json(file: Path, kind: type[Tree]) -> Tree:
+    """A JSON file of a checkpoint, every value of the type that `kind` says. Raises InputError where it is damaged."""
+    try:
+        return TypeAdapter(kind).validate_json(file.read_bytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InputError([damaged(file, f"cannot be read ({place or 'JSON'}: {first['msg']})")]) from None
+    except OSError as error:
+        raise InputError([damaged(file, f"cannot be read ({error})")]) from None
 
 
 def write_json(file: Path, tree: Any) -> None:

@@ -28,7 +28,9 @@ from fedshard.engine.checkpoint import (
     COMPLETE,
     FOLDER,
     UNFINISHED,
+    Complete,
     Cursor,
+    KnownFile,
     complete_checkpoints,
     doomed,
     folder_name,
@@ -47,8 +49,8 @@ from fedshard.engine.step import Skips
 class Written:
     """What one rank has done for a checkpoint."""
 
-    files: dict[str, dict[str, Any]]
-    """By name below the checkpoint: `bytes` and `sha256`."""
+    files: dict[str, KnownFile]
+    """By name below the checkpoint."""
     indices: dict[str, dict[str, Any]]
     """By folder: entries of the index."""
     error: str | None = None
@@ -173,7 +175,7 @@ def copied(state: State, before: State) -> State:
 
 def write_files(unfinished: Path, state: State, rank: int) -> Written:
     """This rank's slices, one file for each folder. An error is kept, so that the others hear of it."""
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, KnownFile] = {}
     indices: dict[str, dict[str, Any]] = {}
     try:
         for folder, slices in state.items():
@@ -201,7 +203,7 @@ def complete(unfinished: Path, every: list[Written], job: Job, cursor: Cursor) -
     write_json(unfinished / "cursor.json", asdict(cursor))
     for name in ("recipe.toml", "layout.json", "cursor.json"):
         files |= describe(unfinished, unfinished / name)
-    write_json(unfinished / COMPLETE, {"files": files})
+    write_json(unfinished / COMPLETE, asdict(Complete(files)))
     sync_to_disk(unfinished / COMPLETE)
     named = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
     if named.exists():
@@ -232,10 +234,10 @@ def set_aside(run: Path, step: int) -> list[Path]:
     return moved
 
 
-def describe(root: Path, file: Path) -> dict[str, dict[str, Any]]:
+def describe(root: Path, file: Path) -> dict[str, KnownFile]:
     """A file's size and hash by its name below `root`; by then it is on the disk."""
     sync_to_disk(file)
-    return {str(file.relative_to(root)): {"bytes": file.stat().st_size, "sha256": sha256(file)}}
+    return {str(file.relative_to(root)): KnownFile(file.stat().st_size, sha256(file))}
 
 
 def sync_to_disk(path: Path) -> None:

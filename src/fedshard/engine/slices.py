@@ -9,7 +9,6 @@ A *kind* tells what the values are: `weights`, `anchor`, `outer.momentum`, `mome
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fedshard.core.errors import InputError
-from fedshard.engine.checkpoint import damaged
+from fedshard.engine.checkpoint import damaged, read_json
 
 INDEX = "index.json"
 
@@ -37,6 +36,15 @@ class Slice:
     shape: tuple[int, ...]
     """Of the full tensor."""
     values: torch.Tensor  # (length,)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the index says of one tensor."""
+
+    shape: tuple[int, ...]
+    parts: list[tuple[int, int, str]]
+    """Offset, length and file of each, in the order of offsets."""
 
 
 def write_slices(file: Path, slices: Mapping[Key, Slice]) -> dict[str, Any]:
@@ -69,10 +77,7 @@ class Slices:
     def __init__(self, folder: Path):
         """Reads the index. Raises InputError where it cannot be read."""
         self._folder = folder
-        try:
-            self._index: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError([damaged(folder / INDEX, f"cannot be read ({error})")]) from None
+        self._index = read_json(folder / INDEX, dict[str, dict[str, Entry]])
         self._stack, self._open = ExitStack(), dict[str, Any]()
 
     def __enter__(self) -> Slices:
@@ -87,7 +92,7 @@ class Slices:
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """The full shape of every parameter that has values of this kind."""
-        return {name: tuple(entry["shape"]) for name, entry in self._index.get(kind, {}).items()}
+        return {name: entry.shape for name, entry in self._index.get(kind, {}).items()}
 
     def kinds(self) -> list[str]:
         """All kinds in the folder."""
@@ -96,10 +101,11 @@ class Slices:
     def read(self, kind: str, name: str, part: range) -> torch.Tensor:
         """The elements `part` of the flattened tensor, on the CPU: (len(part),).
 
-        Raises InputError where a file cannot be read or the parts leave a gap.
+        Raises InputError where a file cannot be read or does not hold all of them.
         """
         pieces, reached = [], part.start
-        for offset, length, file in self._index[kind][name]["parts"]:
+        entry = self._index.get(kind, {}).get(name)
+        for offset, length, file in entry.parts if entry else ():
             if offset + length <= reached or reached >= part.stop:
                 continue
             if offset > reached:
@@ -118,6 +124,9 @@ class Slices:
         try:
             if file not in self._open:
                 self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
-            return self._open[file].get_slice(key)[start:stop]
+            values = self._open[file].get_slice(key)[start:stop]
         except (OSError, SafetensorError) as error:
             raise InputError([damaged(self._folder / file, f"cannot be read ({error})")]) from None
+        if values.shape != (stop - start,):
+            raise InputError([damaged(self._folder / file, f"holds {key} in another size than {INDEX} says")])
+        return values
