@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -219,3 +220,91 @@ def test_list_verify_and_export(run, tmp_path, capsys):
         ["checkpoint", "x"],
     ):
         assert refused(*words) == 2
+
+
+@pytest.fixture
+def copied(run, tmp_path) -> Path:
+    """A run of its own, stopped after step 6, to be damaged."""
+    return Path(shutil.copytree(run, tmp_path / "copied"))
+
+
+def test_a_checkpoint_is_found_by_a_link_and_with_a_slash(copied, tmp_path, capsys):
+    (tmp_path / "latest").symlink_to(copied / "checkpoints" / "step-000006")
+    main(["train", "--resume", str(tmp_path / "latest"), "--stop-after", "7"])
+    assert "stopped after step 7 of 12" in capsys.readouterr().err
+    main(["train", "--resume", f"{copied}/checkpoints/step-000007/", "--stop-after", "8"])
+    assert [row["step"] for row in rows(copied, "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_what_lies_elsewhere_or_was_set_aside_goes_on_in_a_new_run_only(copied, tmp_path, capsys):
+    """Its run folder has the rows of another run, or is none."""
+    saved = copied / "checkpoints" / "step-000006"
+    elsewhere = shutil.copytree(saved, tmp_path / "elsewhere" / saved.name)
+    aside = saved.rename(saved.with_name("step-000006.aside"))
+    for path in (elsewhere, aside):
+        assert refused("train", "--resume", str(path)) == 2
+        assert "not among the checkpoints of a run" in capsys.readouterr().err
+    assert refused("train", "--resume", str(aside), "--into", str(copied)) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert sorted(path.name for path in elsewhere.parent.iterdir()) == [saved.name]
+    main(["train", "--resume", str(aside), "--into", str(tmp_path / "new"), "--stop-after", "7"])
+    assert [row["step"] for row in rows(tmp_path / "new", "metrics.jsonl")] == [7]
+
+
+@pytest.mark.parametrize("words", [["--resume"], ["--resume", "auto"]])
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(copied, capsys, words):
+    """J1: it would throw away the rows of all that was trained."""
+    damaged = copied / "checkpoints" / "step-000006" / "cursor.json"
+    damaged.write_text("")
+    assert refused("train", str(copied / "recipe.toml"), *words) == 2
+    err = capsys.readouterr().err
+    assert f"{damaged}: is 0 bytes" in err
+    assert "damaged" in err.splitlines()[-1] or "no complete checkpoint" in err.splitlines()[-1]
+    assert len(rows(copied, "metrics.jsonl")) == 6
+
+
+def test_a_recipe_behind_resume_is_told_where_it_belongs(run, capsys):
+    recipe = str(run / "recipe.toml")
+    assert refused("train", "--resume", recipe) == 2
+    assert f"Write fedshard train {recipe} --resume." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["copied", "copied/checkpoints"])
+def test_a_run_folder_that_is_a_file_or_cannot_be_written_to(copied, monkeypatch, capsys, name):
+    monkeypatch.chdir(copied.parent)
+    real = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: real(path, mode) and Path(path).absolute() != Path(name).absolute()
+    )
+    assert refused("train", "copied/recipe.toml", "--resume") == 2
+    assert f"{name} cannot be written to" in capsys.readouterr().err
+    Path("file").write_text("")
+    assert refused("train", *ALONE, "--resume", "auto", "--into", "file") == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+def test_damaged_checkpoints_are_listed_verified_and_passed_over(copied, tmp_path, capsys):
+    folder = copied / "checkpoints"
+    for step in (7, 8):
+        shutil.copytree(folder / "step-000006", folder / f"step-{step:06}")
+    (folder / "step-000007" / "COMPLETE").write_text("{}")
+    (folder / "step-000008" / "cursor.json").write_text("{}")
+    main(["checkpoint", "list", str(copied)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:1]] == [["step", "6"]]
+    assert [line.split()[0] for line in lines[1:]] == [
+        str(folder / "step-000007" / "COMPLETE"),
+        str(folder / "step-000008" / "cursor.json"),
+    ]
+    assert refused("checkpoint", "verify", str(copied)) == 1
+    said = capsys.readouterr()
+    assert "step-000006" in said.out
+    assert all(name in said.err for name in ("step-000007/COMPLETE", "step-000008/cursor.json"))
+    main(["export", str(copied), "--to", str(tmp_path / "deep" / "hf")])
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{tmp_path / 'deep' / 'hf'}: step 6 of ")
+    assert said.err.count("its checkpoint is passed over") == 2
+    shutil.rmtree(folder / "step-000006")
+    for words in (["export", str(copied), "--to", "x"], ["checkpoint", "verify", str(tmp_path)]):
+        assert refused(*words) in (1, 2)
+    assert "Traceback" not in capsys.readouterr().err

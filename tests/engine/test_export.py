@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,10 +18,10 @@ from safetensors import safe_open
 from saved_runs import LLAMA, recipe_of, whole
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fedshard.core.errors import InputError
+from fedshard.core.errors import InputError, RunError
 from fedshard.core.layout import Layout
 from fedshard.core.recipe_file import make_recipe
-from fedshard.engine.checkpoint import FOLDER, open_checkpoint
+from fedshard.engine.checkpoint import FOLDER, Checkpoint, open_checkpoint
 from fedshard.engine.export import byte_tokenizer, export
 from fedshard.engine.job import make_job
 from fedshard.engine.log import Log
@@ -172,6 +175,29 @@ def load_folder(context: RankContext, folder: Path, cache: Path):
 def test_a_folder_that_exists_is_refused(saved, tmp_path):
     with pytest.raises(InputError, match="exists already"):
         export(saved("llama")[0], tmp_path, torch.float32)
+
+
+def test_a_folder_that_cannot_be_written_is_one_error_and_leaves_nothing(saved, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"hf cannot be written: .*Not a directory"):
+        export(saved("llama")[0], tmp_path / "file" / "hf", torch.float32)
+
+    def fill_the_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fedshard.engine.export.write_tensors", fill_the_disk)
+    with pytest.raises(RunError, match=r"hf cannot be written: .*No space left"):
+        export(saved("llama")[0], tmp_path / "hf", torch.float32)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_tokenizer_that_is_gone_is_told_of(saved, tmp_path):
+    source = saved("llama")[0].path
+    path = shutil.copytree(source, tmp_path / "step-000001")
+    recipe = (path / "recipe.toml").read_text()
+    (path / "recipe.toml").write_text(recipe.replace('tokenizer = "bytes"', 'tokenizer = "gone"'))
+    notes = export(Checkpoint(path), tmp_path / "hf", torch.float32)
+    assert "no tokenizer: gone is not there any more" in notes
 
 
 @pytest.mark.parametrize("text", ["", "hé\n\tx  y", "".join(map(chr, range(256))), "日本 🙂"])

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from fedshard.core.errors import Fault, InputError
-from fedshard.engine.checkpoint import FOLDER, Start, incomplete_checkpoints, newest_whole, open_checkpoint
+from fedshard.engine.checkpoint import FOLDER, Start, newest_whole, open_checkpoint, passed_over
 
 
 def find_start(recipe: Path | None, into: Path | None, resume: str | None, stop_after: str | None) -> Start:
@@ -24,9 +24,7 @@ def find_start(recipe: Path | None, into: Path | None, resume: str | None, stop_
         name = recipe.stem if recipe else "tiny"
         return Start(into or Path(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"), stop_after=stop)
     if resume not in ("", "auto"):
-        checkpoint = open_checkpoint(Path(resume))
-        folder = into or checkpoint.run
-        return Start(folder, folder.resolve() == checkpoint.run, checkpoint, stop)
+        return _from_checkpoint(Path(resume), into, stop)
     folder = into or (recipe.parent if recipe and (recipe.parent / FOLDER).is_dir() else None)
     if folder is None:
         says = "needs to know which run goes on"
@@ -35,10 +33,25 @@ def find_start(recipe: Path | None, into: Path | None, resume: str | None, stop_
     checkpoint, skipped = newest_whole(folder)
     if checkpoint is None and resume == "":
         says = "has no complete checkpoint"
-        raise InputError([Fault(str(folder), says, "Start anew, or write --resume auto to start where there is none.")])
-    passed_over = [f"{path} was not finished, and is passed over" for path in incomplete_checkpoints(folder)]
-    passed_over += [f"{fault.key} {fault.says}; its checkpoint is passed over" for fault in skipped]
-    return Start(folder, True, checkpoint, stop, tuple(passed_over))
+        mend = "Start anew, or write --resume auto to start where there is none."
+        raise InputError([*skipped, Fault(str(folder), says, mend)])
+    if checkpoint is None and skipped:  # to start anew would throw away what may be mended
+        mend = "Mend it, or move the run folder away to start anew."
+        raise InputError([*skipped, Fault(str(folder), "has checkpoints, and all of them are damaged", mend)])
+    return Start(folder, True, checkpoint, stop, tuple(passed_over(folder, skipped)))
+
+
+def _from_checkpoint(path: Path, into: Path | None, stop: int | None) -> Start:
+    if path.is_file():
+        raise InputError([Fault("--resume", f"{path} is no checkpoint", f"Write fedshard train {path} --resume.")])
+    checkpoint = open_checkpoint(path)
+    run = checkpoint.run
+    if into is None and run is None:
+        says = f"{path} is not among the checkpoints of a run"
+        raise InputError([Fault("--resume", says, "Say with --into NEW where to go on.")])
+    folder = into or run
+    assert folder is not None
+    return Start(folder, folder.resolve() == run, checkpoint, stop)
 
 
 def _step(text: str | None) -> int | None:

@@ -11,12 +11,11 @@ from fedshard.cli.words import read_words
 from fedshard.core.errors import Fault, InputError, RunError
 from fedshard.core.units import format_bytes, format_count
 from fedshard.engine.checkpoint import (
-    COMPLETE,
     FOLDER,
     Checkpoint,
     complete_checkpoints,
+    find_checkpoint,
     incomplete_checkpoints,
-    open_checkpoint,
 )
 
 FLAGS = {"--json": "", "--help": ""}
@@ -25,7 +24,7 @@ HELP = """\
 usage: fedshard checkpoint list RUN [--json]
        fedshard checkpoint verify RUN|CHECKPOINT
 
-list     a run's checkpoints: step, tokens, layout, size
+list     a run's checkpoints: step, tokens, layout, size; those that are not finished, or cut short
 verify   reads every file of them and compares sizes and SHA-256; names what is damaged, and then exits with 1
 """
 
@@ -52,10 +51,18 @@ def show(run_folder: Path, *, as_json: bool) -> None:
     """The table on stdout. Raises InputError where there is no such run."""
     if not run_folder.is_dir():
         raise InputError([Fault(str(run_folder), "no such run", "Give a run folder.")])
-    rows = [describe(each) for each in complete_checkpoints(run_folder)]
+    rows, faults = [], list[Fault]()
+    for checkpoint in complete_checkpoints(run_folder):
+        try:
+            found = checkpoint.check_sizes()
+            rows += [describe(checkpoint)] if not found else []
+        except InputError as error:
+            found = error.faults
+        faults += found
     unfinished = [path.name for path in incomplete_checkpoints(run_folder)]
     if as_json:
-        print(json.dumps({"checkpoints": rows, "unfinished": unfinished}, indent=2))
+        tree = {"checkpoints": rows, "unfinished": unfinished, "damaged": [fault.key for fault in faults]}
+        print(json.dumps(tree, indent=2))
         return
     for row in rows:
         between = "" if row["round_end"] else "  between two rounds"
@@ -65,7 +72,9 @@ def show(run_folder: Path, *, as_json: bool) -> None:
         )
     for name in unfinished:
         print(f"{name}: not finished")
-    if not rows and not unfinished:
+    for fault in faults:
+        print(f"{fault.key} {fault.says}")
+    if not rows and not unfinished and not faults:
         print(f"{run_folder} has no checkpoints")
 
 
@@ -85,12 +94,16 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def verify(path: Path) -> None:
     """One line for each checkpoint that is whole. Raises RunError that names what is damaged."""
-    checkpoints = complete_checkpoints(path) if (path / FOLDER).is_dir() else [Checkpoint(path)]
-    if not checkpoints or not (checkpoints[0].path / COMPLETE).is_file():
-        open_checkpoint(path)  # says what is wrong with it
+    is_run = (path / FOLDER).is_dir()
+    checkpoints = complete_checkpoints(path) if is_run else [find_checkpoint(path)]
+    if not checkpoints:
+        raise InputError([Fault(str(path), "has no complete checkpoint", "Give another run.")])
     faults: list[Fault] = []
     for checkpoint in checkpoints:
-        found = checkpoint.verify()
+        try:
+            found = checkpoint.verify()
+        except InputError as error:
+            found = error.faults
         faults += found
         if not found:
             print(f"{checkpoint.path}: {len(checkpoint.files())} files, all as they were written")

@@ -42,11 +42,14 @@ def run(words: Sequence[str]) -> None:
         raise InputError(faults)
     import torch
 
-    from fedshard.engine.checkpoint import newest_whole, open_checkpoint
+    from fedshard.engine.checkpoint import FOLDER, newest_whole, open_checkpoint, passed_over
     from fedshard.engine.export import export
 
     path, to = Path(given.paths[0]), Path(given.flags["--to"])
-    checkpoint = newest_whole(path)[0] or open_checkpoint(path)
-    for note in export(checkpoint, to, getattr(torch, dtype)):
-        print(note, file=sys.stderr)
-    print(f"{to}: step {checkpoint.step} of {checkpoint.run}, {dtype}")
+    newest, skipped = newest_whole(path)
+    if newest is None and (path / FOLDER).is_dir():
+        raise InputError([*skipped, Fault(str(path), "has no complete checkpoint", "Give another run.")])
+    checkpoint = newest or open_checkpoint(path)
+    for line in [*passed_over(path, skipped), *export(checkpoint, to, getattr(torch, dtype))]:
+        print(line, file=sys.stderr)
+    print(f"{to}: step {checkpoint.step} of {checkpoint.run or checkpoint.path}, {dtype}")

@@ -16,9 +16,9 @@ from fedshard.core.errors import Fault, InputError
 from fedshard.core.recipe import Recipe
 from fedshard.core.recipe_file import read_recipe
 from fedshard.core.recipe_keys import describe_keys
+from fedshard.engine.checkpoint import FOLDER, Start
 
 if TYPE_CHECKING:
-    from fedshard.engine.checkpoint import Start
     from fedshard.engine.world import Launch
 
 FLAGS = {
@@ -123,7 +123,7 @@ def check_all(recipe: Recipe, begin: Start, cache: Path, launch: Launch) -> None
 
     for line in begin.passed_over:
         print(line, file=sys.stderr)
-    faults = [*missing_trackers(recipe), *(() if begin.resume else folder_faults(begin.into))]
+    faults = [*missing_trackers(recipe), *folder_faults(begin.into, may_exist=begin.resume)]
     devices = torch.cuda.device_count()
 
     def look_at_checkpoint() -> None:
@@ -146,20 +146,24 @@ def finished(recipe: Recipe, begin: Start, quiet: bool = False) -> bool:
     if begin.checkpoint is None or begin.checkpoint.step < Course.of(recipe, begin.checkpoint.cursor().done).steps:
         return False
     if not quiet:
-        print(f"{begin.checkpoint.run} is finished: step {begin.checkpoint.step}; a larger budget would go on from it")
+        what = begin.checkpoint.run or begin.checkpoint.path
+        print(f"{what} is finished: step {begin.checkpoint.step}; a larger budget would go on from it")
     return True
 
 
-def folder_faults(into: Path) -> Iterator[Fault]:
-    """Why a new folder cannot be made at `into`, as far as can be seen without making it."""
-    if os.path.lexists(into):  # unlike Path.exists it takes a name that no file can have for one that none has
-        yield Fault(str(into), "exists already", "Give another folder with --into DIR.")
+def folder_faults(into: Path, *, may_exist: bool) -> Iterator[Fault]:
+    """Why a run cannot be written to `into`, as far as can be seen without making anything."""
+    mend = "Give another folder with --into DIR."
+    if os.path.lexists(into) and not may_exist:  # Path.exists fails at a name that no file can have
+        yield Fault(str(into), "exists already", mend)
         return
-    above = next(folder for folder in into.absolute().parents if os.path.lexists(folder))
-    if not above.is_dir():
-        yield Fault(str(into), f"{above} is no folder", "Give another folder with --into DIR.")
-    elif not os.access(above, os.W_OK | os.X_OK):
-        yield Fault(str(into), f"{above} cannot be written to", "Give another folder with --into DIR.")
+    nearest = next(folder for folder in (into.absolute(), *into.absolute().parents) if os.path.lexists(folder))
+    saved = into / FOLDER
+    for folder in (nearest, saved) if os.path.lexists(saved) else (nearest,):
+        if not folder.is_dir():
+            yield Fault(str(into), f"{folder} is no folder", mend)
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            yield Fault(str(into), f"{folder} cannot be written to", mend)
 
 
 def cache_folder() -> Path:

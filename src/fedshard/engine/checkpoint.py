@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
@@ -111,9 +111,10 @@ class Checkpoint:
         return step_of(self.path)
 
     @property
-    def run(self) -> Path:
-        """The run folder that it lies in."""
-        return self.path.resolve().parent.parent
+    def run(self) -> Path | None:
+        """The run folder that it lies in; None for one that was copied elsewhere, or was set aside."""
+        path = self.path.resolve()
+        return path.parent.parent if path.parent.name == FOLDER and NAME.fullmatch(path.name) else None
 
     def cursor(self) -> Cursor:
         """How far the run was. Raises InputError where the file is damaged, or is another checkpoint's."""
@@ -206,16 +207,23 @@ def step_of(path: Path) -> int:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`. Raises InputError where there is none, or one that was not finished or is cut short."""
+    """As `find_checkpoint`; raises InputError also where files are missing or cut short."""
+    checkpoint = find_checkpoint(path)
+    if faults := checkpoint.check_sizes():
+        raise InputError(faults)
+    return checkpoint
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, or where a link there leads. Raises InputError where there is none, or one that was
+    not finished."""
+    path = path.resolve() if path.is_symlink() else path
     if not path.is_dir():
         raise InputError([Fault(str(path), "no such checkpoint", "See `fedshard checkpoint list RUN`.")])
     step_of(path)
     if not (path / COMPLETE).is_file():
         raise InputError([Fault(str(path), "was not finished", "Take an earlier one: --resume takes the newest.")])
-    checkpoint = Checkpoint(path)
-    if faults := checkpoint.check_sizes():
-        raise InputError(faults)
-    return checkpoint
+    return Checkpoint(path)
 
 
 def complete_checkpoints(run: Path) -> list[Checkpoint]:
@@ -241,6 +249,13 @@ def newest_whole(run: Path) -> tuple[Checkpoint | None, list[Fault]]:
             return checkpoint, skipped
         skipped += faults
     return None, skipped
+
+
+def passed_over(run: Path, skipped: Iterable[Fault]) -> list[str]:
+    """What a user should know of checkpoints that are not taken though they may be newer, in words. `skipped` as of
+    `newest_whole`."""
+    lines = [f"{path} was not finished, and is passed over" for path in incomplete_checkpoints(run)]
+    return lines + [f"{fault.key} {fault.says}; its checkpoint is passed over" for fault in skipped]
 
 
 def doomed(steps: list[int], keep: int, keep_every: int) -> list[int]:

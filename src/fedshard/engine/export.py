@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
-from fedshard.core.errors import Fault, InputError
+from fedshard.core.errors import Fault, InputError, RunError
 from fedshard.core.recipe import FolderModel, Recipe
 from fedshard.engine.agree import persistent_buffers
 from fedshard.engine.checkpoint import Checkpoint, group_folder
@@ -27,6 +28,7 @@ from fedshard.engine.config import read_config
 from fedshard.engine.merge import SharedSlices, open_shared
 from fedshard.engine.model import build_on_meta
 from fedshard.engine.parameters import named_parameters, tied_names
+from fedshard.engine.shard import stored_dtype
 from fedshard.engine.slices import Slices
 from fedshard.engine.tensor_files import INDEX, SINGLE
 from fedshard.engine.tensor_writer import write_tensors
@@ -59,29 +61,39 @@ def export(checkpoint: Checkpoint, to: Path, dtype: torch.dtype, file_bytes: int
     """Write the folder; returns what a reader of it should know, in words.
 
     Weights are converted from float32 to `dtype`; integer buffers stay. Raises InputError where the folder exists, or
-    the checkpoint cannot be read.
+    the checkpoint cannot be read, and RunError where the folder cannot be written; then none is left.
     """
-    if to.exists():
+    if os.path.lexists(to):
         raise InputError([Fault(str(to), "exists already", "Give a new folder with --to DIR.")])
+    unfinished = to.with_name(f"{to.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        notes = _write_all(unfinished, checkpoint, dtype, file_bytes)
+        unfinished.rename(to)
+    except OSError as error:
+        raise RunError(f"{to} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return notes
+
+
+def _write_all(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype, file_bytes: int) -> list[str]:
+    """All files of the folder; the notes of `export`."""
     recipe, cursor = checkpoint.recipe(), checkpoint.cursor()
     config = read_config(recipe.model)
     model = build_on_meta(config)
     notes = [f"{name} is {first}, and left out: tie_word_embeddings is true" for name, first in _tied(model)]
-    unfinished = to.with_name(f"{to.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     with ExitStack() as files:
         shared = open_shared(checkpoint, cursor, None, files)
         own = files.enter_context(Slices(checkpoint.path / group_folder(0)))
-        outputs = plan(model, dtype)
-        write_weights(unfinished, outputs, model, shared, own, file_bytes)
-    _write_config(unfinished, config, model, recipe, dtype)
-    notes += _write_tokenizer(unfinished, recipe)
-    if dtype != torch.float32:
+        write_weights(folder, plan(model, dtype), model, shared, own, file_bytes)
+    _write_config(folder, config, model, recipe, dtype)
+    notes += _write_tokenizer(folder, recipe)
+    if dtype.itemsize < stored_dtype(recipe.train).itemsize:
         notes.append(f"weights are rounded from float32 to {str(dtype).removeprefix('torch.')}")
     if not cursor.together:
         notes.append("saved between two rounds: the groups' weights are averaged as the next round would have done")
-    unfinished.rename(to)
     return notes
 
 
@@ -150,8 +162,8 @@ def _write_tokenizer(folder: Path, recipe: Recipe) -> list[str]:
         return ["no tokenizer: the run read token ids"]
     if recipe.data.tokenizer == BYTES:
         byte_tokenizer().save_pretrained(folder)
-    else:
-        _copy(Path(recipe.data.tokenizer), folder, TOKENIZER_FILES)
+    elif not _copy(Path(recipe.data.tokenizer), folder, TOKENIZER_FILES):
+        return [f"no tokenizer: {recipe.data.tokenizer} is not there any more"]
     return []
 
 
@@ -179,7 +191,9 @@ def _tied(model: PreTrainedModel) -> list[tuple[str, str]]:
     return [(name, first) for name, first in tied_names(model).items() if name != first]
 
 
-def _copy(source: Path, folder: Path, names: tuple[str, ...]) -> None:
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+def _copy(source: Path, folder: Path, names: tuple[str, ...]) -> list[str]:
+    """Copy those files of `names` that there are, and return them."""
+    there = [name for name in names if (source / name).is_file()]
+    for name in there:
+        shutil.copyfile(source / name, folder / name)
+    return there
