@@ -247,8 +247,10 @@ def test_what_lies_elsewhere_or_was_set_aside_goes_on_in_a_new_run_only(copied, 
     assert refused("train", "--resume", str(aside), "--into", str(copied)) == 2
     assert "exists already" in capsys.readouterr().err
     assert sorted(path.name for path in elsewhere.parent.iterdir()) == [saved.name]
-    main(["train", "--resume", str(aside), "--into", str(tmp_path / "new"), "--stop-after", "7"])
-    assert [row["step"] for row in rows(tmp_path / "new", "metrics.jsonl")] == [7]
+    new = tmp_path / "new"
+    main(["train", "--resume", str(aside), "--into", str(new), "--stop-after", "6"])  # the step that it was saved after
+    main(["train", str(new / "recipe.toml"), "--resume", "--stop-after", "7"])
+    assert [row["step"] for row in rows(new, "metrics.jsonl")] == [7]
 
 
 @pytest.mark.parametrize("words", [["--resume"], ["--resume", "auto"]])

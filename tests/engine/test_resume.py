@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from saved_runs import LLAMA, SEQUENCES, STEPS, Shape, Told, recipe_of, run, whole
+from saved_runs import LENGTH, LLAMA, SEQUENCES, STEPS, Shape, Told, recipe_of, run, whole
 
 from fedshard.core.layout import Layout
 from fedshard.core.recipe import Recipe
-from fedshard.engine.checkpoint import FOLDER, open_checkpoint
+from fedshard.engine.checkpoint import FOLDER, Start, open_checkpoint
 from fedshard.engine.job import make_job
 from fedshard.engine.resume import take_up
 from fedshard.engine.step import take_step
+from fedshard.engine.train import start_of_rank_0
 from fedshard.testing import RankContext, RankPool
 
 LAYOUTS: list[Shape] = [(1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1), (2, 1, 1)]
@@ -41,6 +44,15 @@ def test_a_run_resumed_after_any_step_is_the_straight_run_bit_for_bit(ranks: Ran
             later = [row for row in straight.rows if row[1]["step"] > at]
             assert told.rows == later, f"resumed after step {at}"
             assert all(torch.equal(told.weights[name], straight.weights[name]) for name in straight.weights)
+
+
+def begin_apart(context: RankContext) -> Start:
+    return start_of_rank_0(context.world, Start(Path(f"run-{context.rank}"), resume=context.rank == 1))
+
+
+def test_all_ranks_begin_where_the_first_one_does(ranks: RankPool):
+    """Under torchrun each reads the clock and the folders by itself."""
+    assert ranks.run(begin_apart, Layout(2, 1, 2)) == [Start(Path("run-0"))] * 4
 
 
 def test_stopping_does_no_round_of_its_own(ranks: RankPool, tmp_path, cache):
@@ -120,3 +132,46 @@ def test_another_number_of_groups_first_does_the_round_that_was_pending(ranks: R
     assert any(not torch.equal(first[name], second[name]) for name in first)
     for (told,) in load_all(ranks, after, [saved(before, at)], at, cache):  # equal tokens, so equal weights
         assert all(torch.equal(told.weights[name], (first[name] + second[name]) / 2) for name in first)
+
+
+def federation_of(context: RankContext, recipe: Recipe, folder: Path, at: int, cache: Path) -> Federated:
+    checkpoint = open_checkpoint(folder / FOLDER / f"step-{at:06}")
+    job = make_job(recipe, context.world, cache, checkpoint.cursor().done)
+    cursor, state = take_up(job, checkpoint), job.federation.state_dict()
+    weights = whole(job)
+    parts = {name: weights[name].view(-1)[start : start + length] for name, (start, length) in state["parts"].items()}
+    return Federated(
+        all(torch.equal(parts[name], anchor) for name, anchor in state["anchor"].items()),
+        sum(float(each.abs().sum()) for each in state["outer"].get("momentum", {}).values()),
+        state["synchronous"],
+        cursor.label_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class Federated:
+    """What a resumed run goes into its next round with."""
+
+    anchor_is_weights: bool
+    momentum: float
+    synchronous: bool
+    label_tokens: list[int]
+
+
+def test_what_the_next_round_begins_from(ranks: RankPool, tmp_path, cache):
+    """Saved in the warm-up, whose gradients all groups share, after a round, and between two."""
+    layout = Layout(2, 1, 2)
+    ranks.run(run, layout, recipe_of((2, 1, 2), sync={"warmup_fraction": 0.5}), tmp_path, cache, 0, 11)
+
+    def told(at: int, **sync: Any) -> Federated:
+        recipe = recipe_of((2, 1, 2), sync={"warmup_fraction": 0.5} | sync)
+        return ranks.run(federation_of, layout, recipe, tmp_path, at, cache)[0]
+
+    per_step = SEQUENCES // 2 * (LENGTH - 1)
+    assert told(4) == Federated(False, 0.0, True, [4 * per_step] * 2)
+    # a warm-up that is over at once: what follows is local, and an outer step at the next round
+    assert told(4, warmup_fraction=0.0) == Federated(True, 0.0, False, [0, 0])
+    assert told(6) == Federated(True, 0.0, False, [0, 0])
+    assert told(10).momentum > 0
+    assert told(10, outer={"kind": "momentum"}) == Federated(True, 0.0, False, [0, 0])  # of another kind: without state
+    assert told(11) == replace(told(10), anchor_is_weights=False, label_tokens=[per_step] * 2)

@@ -167,6 +167,17 @@ def test_a_folder_that_cannot_be_written_to(ranks: RankPool, tmp_path, cache):
     assert [each.partition(": rank")[0] for each in said] == ["the checkpoint of step 1 cannot be written"] * 2
 
 
+def save_apart(context: RankContext, folder: Path, cache: Path) -> str:
+    return save_into(context, folder / f"node-{context.rank}", cache)
+
+
+def test_ranks_that_do_not_share_the_folder(ranks: RankPool, tmp_path, cache):
+    """Such a checkpoint would be complete by its name, and half of it on other machines."""
+    for said in ranks.run(save_apart, Layout(2, 1, 1), tmp_path, cache):
+        assert "rank 0 does not see global/rank-00001.safetensors" in said
+    assert not complete_checkpoints(tmp_path / "node-0")
+
+
 def save_slowly(context: RankContext, folder: Path, cache: Path) -> None:
     """Training's time-out is 1 s, and one rank's disk takes 2."""
     short, long = timedelta(seconds=1), timedelta(seconds=30)

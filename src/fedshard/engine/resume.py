@@ -45,17 +45,25 @@ def take_up(job: Job, checkpoint: Checkpoint) -> Cursor:
 
     Raises InputError where the checkpoint cannot be read.
     """
-    cursor, groups = checkpoint.cursor(), job.world.layout.groups
-    regrouped = checkpoint.layout().groups != groups
-    if regrouped and not cursor.together:  # the round that was pending is done while loading
-        cursor = replace(cursor, round=cursor.round + 1, together=True, synchronous=False, label_tokens=[0])
+    saved, groups, timetable = checkpoint.cursor(), job.world.layout.groups, job.course.timetable
+    cursor, regrouped = saved, checkpoint.layout().groups != groups
+    if regrouped and not saved.together:  # the round that was pending is done while loading
+        cursor = replace(cursor, round=cursor.round + 1, together=True, synchronous=False)
+    warming_up = job.federation.federates and timetable.synchronous(saved.step + 1)
+    if cursor.together and not warming_up:  # whatever comes now begins here, as after a round
+        cursor = replace(cursor, synchronous=False, label_tokens=[0] * groups)
     if regrouped:
-        after = sum(cursor.label_tokens) // groups  # equal groups: each goes on with its part
-        cursor = replace(cursor, label_tokens=[after] * groups, skipped=[0] * groups)
+        cursor = replace(cursor, label_tokens=[0] * groups, skipped=[0] * groups)
     with ExitStack() as files:
-        shared = open_shared(checkpoint, checkpoint.cursor(), groups, files)
-        own = open_own(checkpoint, job.world.place, groups, job.recipe.checkpoint.moments, files)
-        restore(job, shared, own, rounds=cursor.round, synchronous=cursor.synchronous)
+        restore(
+            job,
+            open_shared(checkpoint, saved, groups, files),
+            open_own(checkpoint, job.world.place, groups, job.recipe.checkpoint.moments, files),
+            rounds=cursor.round,
+            synchronous=cursor.synchronous,
+            anchored=cursor.synchronous or not saved.synchronous,
+            same_outer=checkpoint.recipe().sync.outer.kind == job.recipe.sync.outer.kind,
+        )
     job.feed.cursor = cursor.sequences[0 if regrouped else job.world.place.group]
     return cursor
 

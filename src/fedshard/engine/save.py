@@ -60,7 +60,7 @@ class Saver:
     """Saves the state of one run into its folder; the same calls in the same order on every rank."""
 
     def __init__(self, job: Job, run: Path, saved_step: int = 0):
-        """`saved_step`: the step of the checkpoint that the run goes on from."""
+        """`saved_step`: the step of the checkpoint that the run goes on from, if it lies in this run."""
         self.held_seconds = 0.0
         """How long training was held up by all saves so far."""
         self.last_step = saved_step
@@ -146,6 +146,8 @@ class Saver:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 return f"rank {rank}: {written.error}"
         try:
+            if hidden := unseen(unfinished, every):
+                return f"rank 0 does not see {hidden} as it was written; all ranks must share the run folder"
             complete(unfinished, every, self._job, cursor)
             prune(self._folder.parent, self._section.keep, self._section.keep_every)
         except OSError as error:
@@ -187,6 +189,16 @@ def write_files(unfinished: Path, state: State, rank: int) -> Written:
     except Exception as error:  # safetensors has an error of its own, and says of a full disk what the system says
         return Written({}, {}, str(error))
     return Written(files, indices)
+
+
+def unseen(unfinished: Path, every: list[Written]) -> str | None:
+    """The first file that a rank has written and this one does not see, as on disks that nodes do not share."""
+    for written in every:
+        for name, known in written.files.items():
+            file = unfinished / name
+            if not file.is_file() or file.stat().st_size != known.bytes:
+                return name
+    return None
 
 
 def complete(unfinished: Path, every: list[Written], job: Job, cursor: Cursor) -> None:

@@ -64,34 +64,43 @@ def capture(job: Job, *, together: bool) -> State:
 
 
 @torch.no_grad()
-def restore(job: Job, shared: SharedSlices, own: GroupSlices, *, rounds: int, synchronous: bool) -> None:
-    """Give a job that was made empty the saved values. Raises InputError where they do not fit its model."""
+def restore(
+    job: Job,
+    shared: SharedSlices,
+    own: GroupSlices,
+    *,
+    rounds: int,
+    synchronous: bool,
+    anchored: bool,
+    same_outer: bool,
+) -> None:
+    """Give a job that was made empty the saved values.
+
+    `rounds` and `synchronous` as `Federation` has them. `anchored`: whether the saved anchor is still one, which it is
+    not where a warm-up ends before its round. `same_outer`: whether the outer state is of the same outer optimizer.
+    Raises InputError where they do not fit its model.
+    """
     parameters = named_parameters(job.model)
     weights = shared if shared.has("weights") else own
     for name, parameter in parameters.items():
         part = _whole_part(parameter)
         if part:
             flat(parameter).copy_(weights.read("weights", name, part))
-    _restore_federation(job, shared, rounds, synchronous)
-    for name, parameter in parameters.items():
-        if parameter.requires_grad:
-            _restore_moments(job.inner.optimizer, parameter, name, own)
-    for name, buffer in persistent_buffers(job.model).items():
-        buffer.copy_(own.read("buffer", name, range(buffer.numel())).view_as(buffer))
-
-
-def _restore_federation(job: Job, shared: SharedSlices, rounds: int, synchronous: bool) -> None:
-    """The anchor, which is the weights where it was not saved apart; the outer state, which is zero where there was
-    none."""
     state = job.federation.state_dict()  # as large as what is wanted, and with its parts
-    kinds = {"anchor" if shared.has("anchor") else "weights": state["anchor"]}
-    kinds |= {f"outer.{key}": values for key, values in state["outer"].items() if shared.has(f"outer.{key}")}
+    kinds = {"anchor" if anchored and shared.has("anchor") else "weights": state["anchor"]}
+    if same_outer:
+        kinds |= {f"outer.{key}": values for key, values in state["outer"].items() if shared.has(f"outer.{key}")}
     for kind, tensors in kinds.items():
         for name, values in tensors.items():
             offset, length = state["parts"][name]
             if length > 0:
                 values.copy_(shared.read(kind, name, range(offset, offset + length)))
     job.federation.load_state_dict(state | {"rounds": rounds, "synchronous": synchronous})
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            _restore_moments(job.inner.optimizer, parameter, name, own)
+    for name, buffer in persistent_buffers(job.model).items():
+        buffer.copy_(own.read("buffer", name, range(buffer.numel())).view_as(buffer))
 
 
 def _restore_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, own: GroupSlices) -> None:

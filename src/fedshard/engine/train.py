@@ -40,6 +40,7 @@ def train_on_rank(recipe: Recipe, begin: Start, cache: Path, as_json: bool) -> N
     """One rank's whole run, from its place in the world to the summary on stdout (rank 0's)."""
     launch = find_launch()
     with open_world(recipe, launch) as world:
+        begin = start_of_rank_0(world, begin)
         stop, store = open_stop(world, launch.address, begin.stop_after)
         sinks = Sinks([])
         with heeding_signals(stop):
@@ -52,7 +53,7 @@ def train_on_rank(recipe: Recipe, begin: Start, cache: Path, as_json: bool) -> N
                 environment = describe_environment(world.layout.ranks, world.device, hosts)
                 sinks = open_sinks(recipe, open_folder(recipe, begin, environment, cursor.step if cursor else 0))
             try:
-                saver = Saver(job, begin.into, cursor.step if cursor else 0)
+                saver = Saver(job, begin.into, cursor.step if cursor and begin.resume else 0)
                 summary = train(job, sinks, saver, cursor)
             finally:
                 sinks.close()
@@ -143,6 +144,13 @@ def open_folder(recipe: Recipe, begin: Start, environment: dict[str, object], st
     for aside in set_aside(begin.into, step):
         print(f"{aside}: kept, of the run that went on from here before", file=sys.stderr)
     return RunFolder.reopen(begin.into, write_recipe(recipe), environment, step)
+
+
+def start_of_rank_0(world: World, begin: Start) -> Start:
+    """Where rank 0 begins: each rank found a start of its own, and a new folder's name has the time in it."""
+    found = [begin]
+    dist.broadcast_object_list(found, src=0, group=world.control)
+    return found[0]
 
 
 def all_asked(world: World, stop: Stop) -> bool:
