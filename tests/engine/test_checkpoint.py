@@ -102,11 +102,25 @@ def test_a_run_that_goes_back_keeps_what_came_later_aside(tmp_path):
     assert [path.name for path in set_aside(tmp_path, 10)] == ["step-000020.aside", "step-000030.aside"]
     assert [each.step for each in complete_checkpoints(tmp_path)] == [10]
     make(tmp_path, 20)
-    set_aside(tmp_path, 10)
+    assert [path.name for path in set_aside(tmp_path, 10)] == ["step-000020.aside-2"]  # the first is kept too
     prune(tmp_path, 1, 0)
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == [
-        "step-000010", "step-000020.aside", "step-000030.aside",
+        "step-000010", "step-000020.aside", "step-000020.aside-2", "step-000030.aside",
     ]  # fmt: skip
+
+
+def test_pruning_removes_nothing_that_is_somebody_else_s(tmp_path):
+    """A copy or notes beside them, and what a link leads to."""
+    archived = make(tmp_path / "archive", 10)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "step-000010").symlink_to(archived)
+    (tmp_path / FOLDER / "step-000020-notes").mkdir()
+    for step in (20, 30):
+        make(tmp_path, step)
+    make(tmp_path, 25, "step-000025.unfinished")
+    prune(tmp_path, 1, 0)
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["step-000020-notes", "step-000030"]
+    assert Checkpoint(archived).verify() == []
 
 
 def slices_of(folder: Path, tensors: dict[str, torch.Tensor], cuts: list[list[int]]) -> Slices:

@@ -233,8 +233,9 @@ def complete_checkpoints(run: Path) -> list[Checkpoint]:
 
 
 def incomplete_checkpoints(run: Path) -> list[Path]:
-    """What was begun and not finished."""
-    return [path for path in _folders(run) if not (path / COMPLETE).is_file() or path.name.endswith(UNFINISHED)]
+    """What was begun and not finished, by its name alone; other folders there are somebody's, and none of ours."""
+    begun = [path for path in _folders(run) if NAME.fullmatch(path.name.removesuffix(UNFINISHED))]
+    return [path for path in begun if path.name.endswith(UNFINISHED) or not (path / COMPLETE).is_file()]
 
 
 def newest_whole(run: Path) -> tuple[Checkpoint | None, list[Fault]]:

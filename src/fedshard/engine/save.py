@@ -14,6 +14,7 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -137,21 +138,24 @@ class Saver:
             outcome = [self._finish(unfinished, every, cursor)]
         dist.broadcast_object_list(outcome, src=0, group=world.saving)
         if outcome[0] is not None:
-            raise RunError(f"the checkpoint of step {cursor.step} cannot be written: {outcome[0]}")
+            raise RunError(f"the checkpoint of step {cursor.step} {outcome[0]}")
 
     def _finish(self, unfinished: Path, every: list[Written], cursor: Cursor) -> str | None:
         """Rank 0, when all have written: make it complete, and forget older ones. What went wrong, if anything did."""
-        for rank, written in enumerate(every):
-            if written.error is not None:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                return f"rank {rank}: {written.error}"
+        failed = [f"rank {rank}: {written.error}" for rank, written in enumerate(every) if written.error is not None]
+        if failed:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            return f"cannot be written: {failed[0]}"
         try:
             if hidden := unseen(unfinished, every):
-                return f"rank 0 does not see {hidden} as it was written; all ranks must share the run folder"
+                return f"cannot be written: rank 0 does not see {hidden}; all ranks must share the run folder"
             complete(unfinished, every, self._job, cursor)
+        except OSError as error:
+            return f"cannot be written: {error}"
+        try:
             prune(self._folder.parent, self._section.keep, self._section.keep_every)
         except OSError as error:
-            return str(error)
+            return f"is written, but older ones cannot be removed: {error}"
         return None
 
 
@@ -219,7 +223,7 @@ def complete(unfinished: Path, every: list[Written], job: Job, cursor: Cursor) -
     sync_to_disk(unfinished / COMPLETE)
     named = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
     if named.exists():
-        named.rename(named.with_name(f"{named.name}{ASIDE}"))
+        named.rename(aside_name(named))
     unfinished.rename(named)
     sync_to_disk(named.parent)
 
@@ -229,6 +233,9 @@ def prune(run: Path, keep: int, keep_every: int) -> None:
     there = {checkpoint.step: checkpoint.path for checkpoint in complete_checkpoints(run)}
     going = [there[step] for step in doomed(list(there), keep, keep_every)]
     for path in [*going, *incomplete_checkpoints(run)]:
+        if path.is_symlink():
+            path.unlink()  # what it leads to is kept somewhere by somebody
+            continue
         marker = path / COMPLETE
         marker.unlink(missing_ok=True)  # first, so that half of a removed one is not taken for whole
         shutil.rmtree(path)
@@ -236,14 +243,15 @@ def prune(run: Path, keep: int, keep_every: int) -> None:
 
 def set_aside(run: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that they are kept and none of them is the newest."""
-    moved = []
-    for checkpoint in complete_checkpoints(run):
-        if checkpoint.step > step:
-            aside = checkpoint.path.with_name(checkpoint.path.name + ASIDE)
-            if aside.exists():
-                shutil.rmtree(aside)
-            moved.append(checkpoint.path.rename(aside))
-    return moved
+    later = [checkpoint.path for checkpoint in complete_checkpoints(run) if checkpoint.step > step]
+    return [path.rename(aside_name(path)) for path in later]
+
+
+def aside_name(path: Path) -> Path:
+    """A name for `path` that takes it out of the run's checkpoints, and that nothing has yet."""
+    endings = chain([""], (f"-{number}" for number in count(2)))
+    names = (path.with_name(f"{path.name}{ASIDE}{ending}") for ending in endings)
+    return next(name for name in names if not name.exists())
 
 
 def describe(root: Path, file: Path) -> dict[str, KnownFile]:
