@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train a model: in groups, by rounds, on the ranks of this machine or of torchrun and srun",
     "export": "write a checkpoint as a Hugging Face folder",
     "probe": "measure links and devices, and write them as a cluster's file",
+    "plan": "which layout, which batch, which H, does it fit, how fast",
     "simulate": "a recipe's steps and rounds on a cluster, as discrete events",
     "checkpoint": "list a run's checkpoints, or verify them",
     "emulate": "run any command on every node of a cluster that exists on this machine only",
