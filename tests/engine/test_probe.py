@@ -17,7 +17,7 @@ from fedshard.core.errors import InputError, RunError
 from fedshard.core.layout import Layout
 from fedshard.core.recipe import ConfigModel, DataSection, Recipe
 from fedshard.core.topology import Cluster
-from fedshard.engine import probe_device, probe_links
+from fedshard.engine import probe_links
 from fedshard.engine.model import build_on_meta, decoder_blocks
 from fedshard.engine.probe import Asked, count_nodes, make_device, make_tiers, probe, write_cluster
 from fedshard.engine.probe_device import DeviceTimes, block_flops, block_step
@@ -249,11 +249,8 @@ def probed(context: RankContext):
     rank, count = context.rank, context.layout.ranks
     launch = Launch(rank, count, rank % 2, 2, "127.0.0.1", 1, "torchrun", 2)
     said: list[str] = []
-    with (
-        mock.patch.multiple(probe_links, CALLS_SECONDS=0.02, MESSAGES={"cpu": (2**13, 2**17, 2**21)}),
-        mock.patch.multiple(probe_device, BLOCK_SECONDS=0.1, PRODUCT_SECONDS=0.1, COPY_SECONDS=0.1),
-    ):
-        return probe(SMALL, context.world, launch, Asked("small"), said.append), said
+    with mock.patch.object(probe_links, "MESSAGES", {"cpu": (2**13, 2**17, 2**21)}):
+        return probe(SMALL, context.world, launch, Asked("small", seconds=0.02), said.append), said
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +21,22 @@ if TYPE_CHECKING:
     from fedshard.engine.probe import Asked, Findings
     from fedshard.engine.world import Launch
 
-FLAGS = {"--into": "C.toml", "--nodes-per-cell": "N", "--nodes-per-site": "N", "--json": "", "--help": ""}
+FLAGS = {
+    "--into": "C.toml",
+    "--nodes-per-cell": "N",
+    "--nodes-per-site": "N",
+    "--seconds": "S",
+    "--json": "",
+    "--help": "",
+}
+
+COUNTS = ("--nodes-per-cell", "--nodes-per-site")
 
 DEFAULT_FILE = Path("cluster.toml")
 
 HELP = """\
 usage: fedshard probe [RECIPE.toml] [--section.key value …] [--into C.toml] [--nodes-per-cell N] [--nodes-per-site N]
-                      [--json]
+                      [--seconds S] [--json]
 
 Measures, on the recipe's ranks: latency and rate of all-gather, reduce-scatter and all-reduce over each axis of its
 layout, FLOP/s of its decoder block, the rate of memory, and how much times scatter. It writes a cluster's file, which
@@ -35,6 +46,7 @@ without a recipe or --layout, groups are the nodes, and shards the ranks of a no
   --into C.toml       the cluster's file (default: cluster.toml); must not exist
   --nodes-per-cell N  nodes whose links meet in one cell (default: all); links between cells are the global tier
   --nodes-per-site N  nodes of one site (default: all); links between sites are the wide tier
+  --seconds S         how long each size of each collective is measured (default: 0.2)
   --json              all that was measured as JSON on stdout
 
 """
@@ -47,7 +59,7 @@ def run(words: Sequence[str]) -> None:
         print(HELP, end="")
         return
     into = Path(given.flags.get("--into", DEFAULT_FILE))
-    if faults := [*file_faults(into), *count_faults(given)]:
+    if faults := [*file_faults(into), *number_faults(given)]:
         raise InputError(faults)
     recipe = read_recipe(Path(given.paths[0]) if given.paths else None, given.overrides)
     start(recipe, given, into)
@@ -63,12 +75,13 @@ def start(recipe: Recipe, given: Words, into: Path) -> None:
     from fedshard.engine.world import find_launch
 
     launch = find_launch()
-    cell, site = (given.flags.get(name) for name in ("--nodes-per-cell", "--nodes-per-site"))
-    asked = Asked(into.stem, int(cell) if cell else None, int(site) if site else None)
+    cell, site = (int(text) if (text := given.flags.get(name)) else None for name in COUNTS)
+    asked = Asked(into.stem, cell, site, float(given.flags.get("--seconds", "0.2")))
     args = (recipe, asked, into, "--json" in given.flags)
     if launch.how == "none":
-        check(recipe)
-        run_ranks(probe_on_rank, args, recipe.shape.ranks)
+        ranks = recipe.shape.ranks
+        check(recipe, replace(launch, ranks=ranks, local_ranks=ranks))
+        run_ranks(probe_on_rank, args, ranks)
         return
     if not given.paths and not any(word.startswith("--layout") for word in given.overrides):
         args = (by_nodes(recipe, launch), *args[1:])
@@ -82,7 +95,7 @@ def probe_on_rank(recipe: Recipe, asked: Asked, into: Path, as_json: bool) -> No
 
     launch = find_launch()
     check_ranks(recipe.shape, launch)
-    check(recipe)
+    check(recipe, launch)
     with open_world(recipe, launch) as world, progress(shown=world.rank == 0) as say:
         found = probe(recipe, world, launch, asked, say)
     if launch.rank > 0:
@@ -95,13 +108,17 @@ def probe_on_rank(recipe: Recipe, asked: Asked, into: Path, as_json: bool) -> No
     print(f"written to {into}", file=sys.stderr)
 
 
-def check(recipe: Recipe) -> None:
-    """Raises InputError where there is nothing to measure, or with all that is wrong with the model."""
+def check(recipe: Recipe, launch: Launch) -> None:
+    """Raises InputError where there is nothing to measure, a device is lacking, or the model has faults."""
+    import torch
+
     from fedshard.engine.config import check_positions, read_config
+    from fedshard.engine.world import own_device
 
     if recipe.shape.ranks == 1:
         says = f"{recipe.shape} is one rank, which has no links"
         raise InputError([Fault("layout", says, "Give it two ranks or more, such as --layout.shards 2.")])
+    own_device(recipe.train.device, launch, torch.cuda.device_count())
     fault = check_positions(read_config(recipe.model), recipe.data.sequence_length)
     if fault is not None:
         raise InputError([fault])
@@ -123,12 +140,15 @@ def file_faults(into: Path) -> Iterator[Fault]:
         yield Fault("--into", f"{into.absolute().parent} cannot be written to", "Give another file.")
 
 
-def count_faults(given: Words) -> Iterator[Fault]:
-    """What is wrong with the numbers of nodes."""
-    for name in ("--nodes-per-cell", "--nodes-per-site"):
+def number_faults(given: Words) -> Iterator[Fault]:
+    """What is wrong with the numbers of nodes, and with the seconds."""
+    for name in COUNTS:
         text = given.flags.get(name, "1")
         if not text.isdecimal() or int(text) < 1:
             yield Fault(name, f"{text!r} is no number of nodes", f"Write {name} 2.")
+    text = given.flags.get("--seconds", "1")
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) == 0:
+        yield Fault("--seconds", f"{text!r} is no time", "Write --seconds 0.5.")
 
 
 @contextmanager

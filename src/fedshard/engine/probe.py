@@ -36,7 +36,7 @@ FIGURES = 4
 
 @dataclass(frozen=True)
 class Asked:
-    """What the machine cannot tell of itself."""
+    """What a probe is told, because the machine cannot tell it."""
 
     name: str
     """The cluster's."""
@@ -44,6 +44,8 @@ class Asked:
     """Without it, all nodes are one cell."""
     nodes_per_site: int | None = None
     """Without it, all nodes are at one site."""
+    seconds: float = 0.2
+    """About how long each size of each collective is measured."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def probe(recipe: Recipe, world: World, launch: Launch, asked: Asked, say: Calla
     Raises InputError, on all ranks, where they are not numbered node by node.
     """
     counts = count_nodes(world, launch, asked)
-    device = measure_device(recipe, read_config(recipe.model), world, launch.local_ranks, say)
-    timings = measure_links(world, counts, say)
+    device = measure_device(recipe, read_config(recipe.model), world, launch.local_ranks, asked.seconds, say)
+    timings = measure_links(world, counts, asked.seconds, say)
     backend = "NCCL" if world.device.type == "cuda" else "gloo"
     cluster = Cluster(
         name=asked.name,

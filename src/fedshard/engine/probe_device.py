@@ -20,8 +20,8 @@ from fedshard.engine.run_folder import device_name
 from fedshard.engine.shard import compute_dtype
 from fedshard.engine.world import World
 
-BLOCK_SECONDS, PRODUCT_SECONDS, COPY_SECONDS = 2.0, 0.5, 0.5
-"""About how long each is measured."""
+BLOCK_TIMES = 10
+"""The block is measured for so many times as long as all else: how it scatters matters, too."""
 
 PRODUCT_WIDTH = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the matrices whose product stands for the peak where no data sheet is known."""
@@ -56,22 +56,23 @@ class DeviceTimes:
 
 
 def measure_device(
-    recipe: Recipe, config: PreTrainedConfig, world: World, local_ranks: int, say: Callable[[str], None]
+    recipe: Recipe, config: PreTrainedConfig, world: World, local_ranks: int, seconds: float, say: Callable[[str], None]
 ) -> DeviceTimes:
-    """Time the block, a product and a copy on all ranks at once; the same result on all of them."""
+    """Time the block, and for about `seconds` each a product and a copy, on all ranks at once; the same result on all
+    of them."""
     kind, dtype = world.device.type, compute_dtype(recipe.train, world.device.type)
     tokens = recipe.train.micro_batch * recipe.data.sequence_length
     say(f"one decoder block, forward and backward, {tokens} tokens in {str(dtype).removeprefix('torch.')}")
     step = block_step(recipe, config, world.device, world.rank)
-    block = time_calls(step, world, BLOCK_SECONDS)  # (ranks, calls)
+    block = time_calls(step, world, BLOCK_TIMES * seconds)  # (ranks, calls)
     mean = float(block.mean())
     say("a product of matrices, a copy in memory")
     width = PRODUCT_WIDTH[kind]
     matrix = torch.full((width, width), 0.5, dtype=dtype, device=world.device)
-    product = time_calls(lambda: matrix @ matrix, world, PRODUCT_SECONDS)
+    product = time_calls(lambda: matrix @ matrix, world, seconds)
     source = torch.empty(COPIED_BYTES[kind], dtype=torch.uint8, device=world.device).zero_()
     target = torch.empty_like(source).zero_()
-    copy = time_calls(lambda: target.copy_(source), world, COPY_SECONDS)
+    copy = time_calls(lambda: target.copy_(source), world, seconds)
     name, (memory, memory_source) = device_name(world.device), own_memory(world.device, local_ranks)
     return DeviceTimes(
         name=name,

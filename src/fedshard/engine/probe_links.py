@@ -28,19 +28,17 @@ MESSAGES = {"cpu": tuple(2**power for power in range(13, 26, 3)), "cuda": tuple(
 FEWEST_MESSAGES = 3
 """Sizes that are measured however slow the link is."""
 
-CALLS_SECONDS = 0.2
-"""About how long one size of one collective is measured."""
-
 LONGEST_SECONDS = 0.5
 """Sizes are left out of which a call is expected to take longer."""
 
 FLOAT_BYTES = 4
 
 
-def measure_links(world: World, cluster: Cluster, say: Callable[[str], None]) -> list[Timing]:
+def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[[str], None]) -> list[Timing]:
     """The times of every collective over each axis that has more than one rank; the same list on all ranks.
 
-    `cluster` needs its counts only. Where several rings share a port, the first is measured by itself, too.
+    Each size of each takes about `seconds`. `cluster` needs its counts only. Where several rings share a port, the
+    first is measured by itself, too.
     """
     timings: list[Timing] = []
     for axis in axes(world.mesh):
@@ -51,7 +49,7 @@ def measure_links(world: World, cluster: Cluster, say: Callable[[str], None]) ->
             how = "one ring by itself" if alone else "all rings at once"
             for kind in KINDS:
                 say(f"{kind.replace('_', '-')} over the {axis} axis ({len(rings[0])} ranks, {tier} tier, {how})")
-                for size, times in _sizes(world, axis, kind, loud if alone else None, aligned=sharers > 1):
+                for size, times in _sizes(world, axis, kind, loud, seconds, aligned=sharers > 1):
                     place = (axis, kind, tier, len(rings[0]), members, sharers, alone)
                     timings.append(Timing(*place, size, *shortest(times, loud)))
     return timings
@@ -86,16 +84,16 @@ def shortest(times: torch.Tensor, rings: Sequence[Sequence[int]]) -> tuple[float
 
 
 def _sizes(
-    world: World, axis: str, kind: Kind, loud: Sequence[Sequence[int]] | None, *, aligned: bool
+    world: World, axis: str, kind: Kind, loud: Sequence[Sequence[int]], seconds: float, *, aligned: bool
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(bytes, times of every rank and call) of one collective, size by size, in the `loud` rings (None: in all)."""
+    """(bytes, times of every rank and call) of one collective, size by size; ranks outside the `loud` rings idle."""
     group = world.mesh.get_group(axis)
-    takes_part = loud is None or any(world.rank in ring for ring in loud)
+    takes_part = any(world.rank in ring for ring in loud)
     sizes = MESSAGES[world.device.type]
     for number, (size, after) in enumerate(zip(sizes, (*sizes[1:], 0), strict=True), start=1):
         numel = size // FLOAT_BYTES // group.size() * group.size()
         call = collective(kind, axis, numel, group, world.device) if takes_part else _nothing
-        times = time_calls(call, world, CALLS_SECONDS, aligned=aligned)
+        times = time_calls(call, world, seconds, aligned=aligned)
         yield numel * FLOAT_BYTES, times
         expected = float(times.amax(dim=0).min()) * after / size
         if number >= FEWEST_MESSAGES and expected > LONGEST_SECONDS:
