@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "which layout, which batch, which H, does it fit, how fast",
     "simulate": "a recipe's steps and rounds on a cluster, as discrete events",
     "checkpoint": "list a run's checkpoints, or verify them",
+    "report": "a page and figures about runs",
     "emulate": "run any command on every node of a cluster that exists on this machine only",
 }
 """The commands, each with its line of help; `fedshard.cli.NAME` holds it as `run(words)`."""
