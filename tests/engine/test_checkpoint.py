@@ -150,6 +150,12 @@ def test_any_range_is_read_back_whatever_it_was_cut_into(tmp_path):
                     assert part.dtype == tensor.dtype
 
 
+def test_what_is_read_can_be_changed_and_read_again(tmp_path):
+    with slices_of(tmp_path / "x", {"a": torch.arange(6.0)}, [[6]]) as slices:
+        slices.read("weights", "a", range(1, 5)).zero_()
+        assert slices.read("weights", "a", range(6)).tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_gap_is_named(tmp_path):
     slices_of(tmp_path / "x", {"a": torch.arange(6.0)}, [[2, 2, 2]])
     index = json.loads((tmp_path / "x" / INDEX).read_text())

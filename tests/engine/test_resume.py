@@ -175,3 +175,12 @@ def test_what_the_next_round_begins_from(ranks: RankPool, tmp_path, cache):
     assert told(10).momentum > 0
     assert told(10, outer={"kind": "momentum"}) == Federated(True, 0.0, False, [0, 0])  # of another kind: without state
     assert told(11) == replace(told(10), anchor_is_weights=False, label_tokens=[per_step] * 2)
+
+
+def test_one_group_becomes_two_between_its_own_rounds(ranks: RankPool, tmp_path, cache):
+    """Its round is done while loading, for weights and anchor alike."""
+    ranks.run(run, Layout(1, 1, 1), recipe_of((1, 1, 1)), tmp_path, cache, 0, 10)
+    told = ranks.run(federation_of, Layout(2, 1, 1), recipe_of((2, 1, 1)), tmp_path, 10, cache)
+    assert [each.anchor_is_weights for each in told] == [True, True]
+    assert told[0] == told[1]
+    assert told[0].momentum > 0

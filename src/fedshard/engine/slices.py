@@ -99,7 +99,7 @@ class Slices:
         return list(self._index)
 
     def read(self, kind: str, name: str, part: range) -> torch.Tensor:
-        """The elements `part` of the flattened tensor, on the CPU: (len(part),).
+        """The elements `part` of the flattened tensor, on the CPU, in memory of their own: (len(part),).
 
         Raises InputError where a file cannot be read or does not hold all of them.
         """
@@ -116,7 +116,7 @@ class Slices:
         if reached < part.stop:
             says = f"nothing holds elements {reached} to {part.stop} of {kind} of {name}"
             raise InputError([damaged(self._folder / INDEX, says)])
-        return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+        return torch.cat(pieces)  # a copy of a single one, too: what safetensors gives is the file's mapped memory
 
     def _values(self, file: str, key: str, start: int, stop: int) -> torch.Tensor:
         if Path(file).name != file:
