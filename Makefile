@@ -20,8 +20,8 @@ format:  ## bring all files into the one style
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-test:  ## all tests
-	$(PYTHON) -m pytest
+test:  ## all tests, two files at a time: many of them wait for ranks to start
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 coverage:  ## all tests, and which lines they reach
 	$(PYTHON) -m pytest --cov=fedshard --cov-report=term-missing

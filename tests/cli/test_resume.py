@@ -134,7 +134,7 @@ def test_transformers_computes_the_perplexity_that_training_did(tmp_path, monkey
     main(["export", "runs/fsdp", "--to", "exported"])
     capsys.readouterr()
     page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
-    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    exec(page.partition("```py\n")[2].partition("```")[0], {})
     told = float(capsys.readouterr().out)
     assert told == pytest.approx(rows(Path("runs/fsdp"), "evals.jsonl")[-1]["perplexity"], rel=1e-4)
 
