@@ -1,9 +1,8 @@
-"""Discrete events: equal to the closed form without chance, deterministic with it, and slower as things get worse."""
+"""Discrete events: equal to the closed form without effects, deterministic with it, and slower as things get worse."""
 
 import time
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +11,9 @@ from fedshard.core.cluster_file import read_cluster
 from fedshard.core.layout import Layout
 from fedshard.study.architectures import read_architecture
 from fedshard.study.cost import step_seconds
-from fedshard.study.landing import landed_cells
 from fedshard.study.setup import Setup
-from fedshard.study.simulate import NOTHING, Chance, Failure, simulate
+from fedshard.study.simulate import QUIET, Effects, Failure, simulate
+from fedshard.study.stragglers import waiting
 from fedshard.study.work import step_work
 
 MODEL = read_architecture("llama-3.1-8b")
@@ -32,18 +31,18 @@ def closed_form(setup: Setup, steps: int) -> float:
 LAYOUTS = [(1, 1, 512), (1, 128, 4), (128, 1, 4), (16, 8, 4), (4, 8, 16), (1, 1, 4), (4, 1, 1), (2, 2, 2)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     shape=st.sampled_from(LAYOUTS),
     cluster=st.sampled_from(["leonardo-nominal", "leonardo-observed", "jupiter"]),
-    every=st.integers(1, 9),
+    every=st.integers(1, 4),
     accumulation=st.integers(1, 3),
     recompute=st.booleans(),
     reshard=st.booleans(),
     keep=st.booleans(),
     slow_links=st.floats(0.01, 100.0),
 )
-def test_without_chance_it_is_the_closed_form(
+def test_without_effects_it_is_the_closed_form(
     shape, cluster, every, accumulation, recompute, reshard, keep, slow_links
 ):
     """Identity 10."""
@@ -51,7 +50,7 @@ def test_without_chance_it_is_the_closed_form(
         shape, cluster, every=every, accumulation=accumulation, recompute=recompute, reshard_after_forward=reshard,
         keep_unsharded_gradients=keep, reduce_bytes=4.0 * slow_links,
     )  # fmt: skip
-    told = simulate(setup, rounds=2, share_links=False)
+    told = simulate(setup, rounds=2)
     assert told.seconds == pytest.approx(closed_form(setup, 2 * every), rel=1e-9)
     assert len(told.step_seconds) == 2 * every
 
@@ -60,7 +59,7 @@ def test_without_chance_it_is_the_closed_form(
 def test_overlap_and_fragments_are_the_closed_form_s(fragments, delay):
     """From round to round: the last exchange of all has nothing to hide behind."""
     setup = setup_of((16, 8, 4), every=8, fragments=fragments, delay=delay, anchor=True)
-    one, many = (simulate(setup, rounds, share_links=False).seconds for rounds in (2, 6))
+    one, many = (simulate(setup, rounds).seconds for rounds in (2, 6))
     assert many - one == pytest.approx(closed_form(setup, 4 * 8), rel=1e-9)
 
 
@@ -70,23 +69,43 @@ def test_every_rank_by_itself_is_one_for_all():
     assert simulate(setup, 2, slow={0: 1.0}).seconds == pytest.approx(simulate(setup, 2).seconds, rel=1e-12)
 
 
-def test_axes_that_share_a_node_s_links_wait_for_each_other():
+SHARING = Effects(jitter=False, deviation=False, landing=False)
+
+
+def test_axes_that_leave_nodes_slow_each_other_down():
     """Replicas of shards that span nodes; not those of shards inside one."""
     spanning, within = setup_of((4, 8, 16), every=8), setup_of((16, 8, 4), every=8)
-    assert simulate(spanning).seconds > simulate(spanning, share_links=False).seconds
-    assert simulate(within).seconds == simulate(within, share_links=False).seconds
+    assert simulate(spanning, effects=SHARING).seconds > simulate(spanning).seconds
+    assert simulate(within, effects=SHARING).seconds == simulate(within).seconds
+
+
+def test_links_are_never_worth_more_than_one_after_the_other():
+    """Sharing costs at most what it would to do one axis' collectives after the other's."""
+    setup = setup_of((4, 8, 16), every=1)
+    apart = sum(unit.replica_seconds for unit in step_work(setup).units)
+    quiet, shared = (simulate(setup, effects=effects).step_seconds[0] for effects in (QUIET, SHARING))
+    assert quiet < shared <= quiet + apart
+
+
+def test_an_exchange_under_way_slows_the_steps_beside_it():
+    setup = setup_of((4, 8, 16), every=8, delay=3, anchor=True)
+    beside = range(8, 11)  # steps while the first round's exchange runs, counted from 0
+    quiet, shared = (simulate(setup, 2, effects).step_seconds for effects in (QUIET, SHARING))
+    assert max(shared[step] - quiet[step] for step in beside) > max(
+        shared[step] - quiet[step] for step in range(16) if step not in beside
+    )
 
 
 def test_the_seed_decides():
     setup = setup_of((16, 8, 4), every=4)
-    one, same, other = (simulate(setup, 2, Chance(seed)).step_seconds for seed in (1, 1, 2))
+    one, same, other = (simulate(setup, 2, Effects(seed)).step_seconds for seed in (1, 1, 2))
     assert one == same != other
 
 
-@pytest.mark.parametrize("chance", [Chance(jitter=False, landing=False), Chance(deviation=False, landing=False)])
-def test_noise_only_ever_costs(chance):
+@pytest.mark.parametrize("effects", [Effects(jitter=False, landing=False), Effects(deviation=False, landing=False)])
+def test_noise_only_ever_costs(effects):
     setup = setup_of((16, 8, 4), every=4)
-    assert simulate(setup, 3, chance).seconds > simulate(setup, 3).seconds
+    assert simulate(setup, 3, effects).seconds > simulate(setup, 3).seconds
 
 
 def test_a_slow_rank_slows_its_group_and_at_rounds_all():
@@ -98,15 +117,25 @@ def test_a_slow_rank_slows_its_group_and_at_rounds_all():
     assert simulate(within, 2, slow={5: 1.5}).seconds > simulate(within, 2).seconds
 
 
+@pytest.mark.parametrize(("shape", "every"), [((1, 1, 512), 1), ((16, 1, 32), 8)])
+def test_uneven_ranks_are_waited_for_as_long_as_theory_says(shape, every):
+    """Where computing hides all but the first gather and the last reduction."""
+    setup = setup_of(shape, "dgx-h100", every=every, micro_batch=8)
+    uneven = Effects(jitter=False, landing=False, sharing=False)
+    rounds = 160 // every
+    waited = (simulate(setup, rounds, uneven).seconds - simulate(setup, rounds).seconds) / (rounds * every)
+    assert waited == pytest.approx(waiting(setup, step_work(setup).compute_seconds).total_seconds, rel=0.1)
+
+
 def test_rounds_average_what_steps_wait_for():
     """Uneven ranks cost FL less than FSDP: groups of four wait for the slowest of four."""
-    chance = Chance(jitter=False, landing=False)
+    effects = Effects(jitter=False, landing=False)
     cost = {}
     for shape in [(1, 1, 512), (128, 1, 4)]:
         setup = setup_of(
             shape, "leonardo-nominal", micro_batch=8, every=16
         )  # where both wait for ranks, and not for links
-        cost[shape] = simulate(setup, 2, chance).seconds / simulate(setup, 2).seconds - 1
+        cost[shape] = simulate(setup, 2, effects).seconds / simulate(setup, 2).seconds - 1
     assert 0 < cost[128, 1, 4] < cost[1, 1, 512]
 
 
@@ -116,26 +145,18 @@ def test_a_group_that_fails_costs_the_steps_since_the_last_checkpoint():
     failed = simulate(setup, 4, failure=Failure(step=13, checkpoint_every=5, restart_seconds=60.0))
     assert failed.tokens == straight.tokens
     assert len(failed.step_seconds) == len(straight.step_seconds) == 20
-    assert failed.spent["lost"] == pytest.approx(60.0)
-    assert failed.seconds - straight.seconds == pytest.approx(60 + 3 * straight.step_seconds[0], rel=1e-6)
+    assert failed.spent["lost"] == pytest.approx(failed.seconds - straight.seconds)
+    assert failed.spent["lost"] == pytest.approx(60 + 3 * straight.step_seconds[0], rel=1e-6)
+    assert {phase: seconds for phase, seconds in failed.spent.items() if phase != "lost"} == pytest.approx(
+        {phase: seconds for phase, seconds in straight.spent.items() if phase != "lost"}
+    )
 
 
 def test_shares_are_all_of_the_time():
-    told = simulate(setup_of((16, 8, 4), every=4), 2, Chance())
+    told = simulate(setup_of((16, 8, 4), every=4), 2, Effects())
     assert sum(told.shares.values()) == pytest.approx(1.0)
     assert sum(told.spent.values()) <= told.seconds * (1 + 1e-9)
     assert told.tokens_per_second == told.tokens / told.seconds
-
-
-def test_where_nodes_land():
-    job = read_cluster("leonardo-observed").job(512)
-    cells = [len(set(landed_cells(job, np.random.default_rng(seed)).tolist())) for seed in range(200)]
-    assert 8 <= np.median(cells) <= 12  # jobs of 128 nodes: 10
-    assert min(cells) >= 3
-    landed = landed_cells(job, np.random.default_rng(0))
-    assert (np.diff(landed) >= 0).all()
-    packed = read_cluster("dgx-h100").job(16)
-    assert set(landed_cells(packed, np.random.default_rng(0)).tolist()) == {0}
 
 
 def test_what_is_watched():
@@ -154,6 +175,6 @@ def test_what_is_watched():
 def test_it_is_fast_enough_to_be_used():
     """No timing is asserted tightly: the targets are 2 s for 512 ranks and 60 s for 16,384."""
     began = time.monotonic()
-    simulate(setup_of((16, 8, 4), every=8), 1, Chance())
+    simulate(setup_of((16, 8, 4), every=8), 1, Effects())
     assert time.monotonic() - began < 20
-    assert simulate(setup_of((256, 16, 4), "jupiter", every=1), 1, NOTHING).seconds > 0
+    assert simulate(setup_of((256, 16, 4), "jupiter", every=1), 1, QUIET).seconds > 0

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedshard.cli.train import folder_faults
 from fedshard.cli.words import read_words
 from fedshard.core.errors import Fault, InputError
 from fedshard.core.units import format_count, format_seconds
 
 if TYPE_CHECKING:
+    from fedshard.core.recipe import Recipe
     from fedshard.study.setup import Setup
     from fedshard.study.simulate import Simulation
 
@@ -22,24 +24,29 @@ FLAGS = {
     "--rounds": "N",
     "--seed": "N",
     "--quiet": "",
-    "--timeline": "FILE.svg",
+    "--slow": "RANK:FACTOR,…",
+    "--fail": "STEP",
+    "--into": "DIR",
     "--json": "",
     "--help": "",
 }
 
 HELP = """\
 usage: fedshard simulate [RECIPE.toml] --cluster NAME|C.toml [--section.key value …] [--rounds N] [--seed N] [--quiet]
-                         [--timeline FILE.svg] [--json]
+                         [--slow RANK:FACTOR,…] [--fail STEP] [--into DIR] [--json]
 
-Runs the recipe's steps and rounds as discrete events on every rank of the cluster, with the noise that its file knows
-of: jitter of collectives, uneven ranks, nodes that land in cells as jobs do.
+Runs the recipe's steps and rounds as discrete events on every rank of the cluster, with all that its file knows of:
+jitter of collectives, uneven ranks, nodes that land in cells as jobs do, links that axes share.
 
-  --cluster C       a cluster's name, or its file (`fedshard probe` writes one)
-  --rounds N        rounds that are simulated (default: 3)
-  --seed N          seed of the noise (default: 0)
-  --quiet           no noise at all: then it is the closed form
-  --timeline FILE   a figure of the streams of a few ranks, in a step and the round after it (.svg, .png)
-  --json            the result as JSON on stdout
+  --cluster C     a cluster's name, or its file (`fedshard probe` writes one)
+  --rounds N      rounds that are simulated (default: 3); of a layout without rounds, as many steps
+  --seed N        seed of all chance (default: 0)
+  --quiet         none of it: the closed form
+  --slow R:F,…    rank R computes F times as long as others
+  --fail STEP     after this step a group fails, and the job begins again from its last checkpoint
+  --into DIR      write simulation.json there, and the streams of a few ranks in the first round's last step as
+                  timeline.svg and timeline.png; DIR must not exist
+  --json          the result as JSON on stdout
 """
 
 
@@ -49,78 +56,146 @@ def run(words: Sequence[str]) -> None:
     if "--help" in given.flags:
         print(HELP, end="")
         return
-    faults = [*_count_faults(given.flags)]
-    if "--cluster" not in given.flags:
-        from fedshard.core.cluster_file import cluster_names
-
-        faults.append(Fault("--cluster", "missing", f"Give a file, or one of {', '.join(cluster_names())}."))
-    if faults:
+    if faults := list(_faults(given.flags)):
         raise InputError(faults)
     from fedshard.core.cluster_file import read_cluster
     from fedshard.core.recipe_file import read_recipe
     from fedshard.study.setup import Setup
-    from fedshard.study.simulate import NOTHING, Chance, simulate
 
     recipe = read_recipe(Path(given.paths[0]) if given.paths else None, given.overrides)
     setup = Setup.from_recipe(recipe, read_cluster(given.flags["--cluster"]))
-    chance = NOTHING if "--quiet" in given.flags else Chance(int(given.flags.get("--seed", "0")))
-    figure = given.flags.get("--timeline")
-    watched = _watched(setup) if figure else ()
-    told = simulate(setup, int(given.flags.get("--rounds", "3")), chance, watch=watched)
-    if figure:
-        from fedshard.study.timeline import draw_timeline
-
-        before, step = sum(told.step_seconds[: setup.every - 1]), told.step_seconds[setup.every - 1]
-        draw_timeline(told, Path(figure), before, before + step + sum(told.round_seconds[:1]))
-        print(f"{figure}: streams of ranks {', '.join(map(str, watched))}", file=sys.stderr)
+    told, watched = _simulate(recipe, setup, given.flags)
     result = described(setup, told)
+    if "--into" in given.flags:
+        _write(Path(given.flags["--into"]), setup, told, result)
+        print(f"{given.flags['--into']}: result, and streams of ranks {', '.join(map(str, watched))}", file=sys.stderr)
     if "--json" in given.flags:
         print(json.dumps(result, indent=2))
-        return
-    for name, value in lines(setup, result):
-        print(f"{name:28} {value}")
+    else:
+        _show(list(lines(setup, result)))
 
 
 def described(setup: Setup, told: Simulation) -> dict[str, Any]:
-    """The result as `--json` has it. Seconds, tokens, fractions."""
-    steps = sorted(told.step_seconds)
+    """The result as `--json` has it: seconds, tokens, fractions."""
+    from fedshard.study.cost import step_seconds
+    from fedshard.study.work import step_work
+
+    quiet_step = step_seconds(step_work(setup), setup).total_seconds
+    steps, rounds = sorted(told.step_seconds), told.round_seconds
     return {
-        "layout": str(setup.layout),
+        "cluster": setup.cluster.name,
         "strategy": setup.layout.strategy,
+        "layout": str(setup.layout),
         "steps": len(steps),
+        "rounds": len(rounds),
         "seconds": told.seconds,
         "step_seconds": {
             "median": statistics.median(steps),
-            "p99": steps[min(len(steps) - 1, int(0.99 * len(steps)))],
+            "p99": steps[int(0.99 * (len(steps) - 1))],
             "longest": steps[-1],
         },
-        "round_seconds": statistics.fmean(told.round_seconds) if told.round_seconds else 0.0,
+        "round_seconds": {"mean": statistics.fmean(rounds), "longest": max(rounds)} if rounds else None,
         "tokens_per_second": told.tokens_per_second,
+        "closed_form_tokens_per_second": setup.tokens_per_step / quiet_step,
         "shares": told.shares,
     }
 
 
 def lines(setup: Setup, result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The result for a person, as (name, value)."""
-    step = result["step_seconds"]
-    yield "strategy", f"{result['strategy']} {result['layout']}, {setup.layout.ranks} ranks on {setup.cluster.name}"
-    yield "step", f"{format_seconds(step['median'])} median, {format_seconds(step['p99'])} of 99 in 100"
-    if result["round_seconds"]:
-        yield "round", f"{format_seconds(result['round_seconds'])}, every {setup.every} steps"
+    step, each_round = result["step_seconds"], result["round_seconds"]
+    yield "strategy", f"{result['strategy']} {result['layout']}, {setup.layout.ranks} ranks on {result['cluster']}"
+    yield "simulated", f"{result['steps']} steps in {format_seconds(result['seconds'])}"
+    yield "step", f"median {format_seconds(step['median'])}, longest {format_seconds(step['longest'])}"
+    if each_round is not None:
+        longest = format_seconds(each_round["longest"])
+        yield "round", f"mean {format_seconds(each_round['mean'])}, longest {longest}; every {setup.every} steps"
     yield "tokens/s", format_count(result["tokens_per_second"])
-    for name, share in result["shares"].items():
+    yield "tokens/s, closed form", format_count(result["closed_form_tokens_per_second"])
+    for phase, share in result["shares"].items():
         if share > 0:
-            yield f"  {name}", f"{share:.1%}"
+            yield f"time in {phase}", f"{share:.1%}"
 
 
-def _watched(setup: Setup) -> tuple[int, ...]:
-    """The first rank of each of the first two groups, and the last rank of all."""
-    layout = setup.layout
-    return tuple(dict.fromkeys([0, (layout.groups > 1) * layout.group_ranks, layout.ranks - 1]))
+def _simulate(recipe: Recipe, setup: Setup, flags: dict[str, str]) -> tuple[Simulation, tuple[int, ...]]:
+    """What happens, and the ranks that were watched. Raises InputError where a rank or a step is not simulated."""
+    from fedshard.study.simulate import QUIET, Effects, Failure, simulate
+
+    rounds, layout = int(flags.get("--rounds", "3")), setup.layout
+    slow = dict(_slow(flags["--slow"])) if "--slow" in flags else {}
+    failed = int(flags.get("--fail", "0"))
+    faults = [
+        Fault("--slow", f"rank {rank}, and there are {layout.ranks}", f"Ranks go from 0 to {layout.ranks - 1}.")
+        for rank in slow
+        if rank >= layout.ranks
+    ]
+    if failed > rounds * setup.every:
+        says = f"step {failed}, and {rounds * setup.every} are simulated"
+        faults.append(Fault("--fail", says, "Give an earlier one, or more --rounds."))
+    if faults:
+        raise InputError(faults)
+    # The first ranks of the first two groups, and the last of all.
+    watched = tuple(dict.fromkeys([0, (layout.groups > 1) * layout.group_ranks, layout.ranks - 1]))
+    told = simulate(
+        setup,
+        rounds,
+        QUIET if "--quiet" in flags else Effects(int(flags.get("--seed", "0"))),
+        slow=slow,
+        failure=Failure(failed, recipe.checkpoint.every or failed + 1) if failed else None,
+        watch=watched if "--into" in flags else (),
+    )
+    return told, watched
 
 
-def _count_faults(flags: dict[str, str]) -> Iterator[Fault]:
-    for name, least in (("--rounds", 1), ("--seed", 0)):
+def _write(folder: Path, setup: Setup, told: Simulation, result: dict[str, Any]) -> None:
+    """The result and the figure, of the step before the first round, and of that round."""
+    from fedshard.study.timeline import draw_timeline
+
+    folder.mkdir(parents=True)
+    (folder / "simulation.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    begins = [*told.begin_seconds, told.seconds]
+    for kind in ("svg", "png"):
+        draw_timeline(told.intervals, folder / f"timeline.{kind}", begins[setup.every - 1], begins[setup.every])
+
+
+def _show(shown: Sequence[tuple[str, str]]) -> None:
+    """A table on a terminal, plain lines elsewhere."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        for name, value in shown:
+            print(f"{name:24} {value}")
+        return
+    table = Table(show_header=False)
+    for name, value in shown:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _slow(text: str) -> Iterator[tuple[int, float]]:
+    """Ranks and factors. Raises ValueError where they are none."""
+    for each in text.split(","):
+        rank, _, factor = each.partition(":")
+        if int(rank) < 0 or not 0 < float(factor) < float("inf"):
+            raise ValueError(each)
+        yield int(rank), float(factor)
+
+
+def _faults(flags: dict[str, str]) -> Iterator[Fault]:
+    """What is wrong with the flags by themselves."""
+    for name, least in (("--rounds", 1), ("--seed", 0), ("--fail", 1)):
         text = flags.get(name, str(least))
-        if not text.isdecimal() or int(text) < least:
+        if not (text.isascii() and text.isdecimal() and int(text) >= least):
             yield Fault(name, f"{text!r} is no number from {least} on", f"Write {name} N.")
+    try:
+        list(_slow(flags.get("--slow", "0:1")))
+    except ValueError:
+        yield Fault("--slow", f"{flags['--slow']!r} is no list of RANK:FACTOR", "Write for example --slow 0:1.5,7:2.")
+    if "--into" in flags:
+        yield from folder_faults(Path(flags["--into"]), may_exist=False)
+    if "--cluster" not in flags:
+        from fedshard.core.cluster_file import cluster_names
+
+        yield Fault("--cluster", "missing", f"Give a file, or one of {', '.join(cluster_names())}.")
