@@ -1,26 +1,25 @@
 """Which layout, batch, recomputation and H make the most tokens per second, and fit: every choice, ranked.
 
-    layouts G×R×S of the ranks ──► largest micro-batches that fit ──► accumulation up to the batch limit
-       ──► the smallest H whose rounds take at most a twentieth of the time ──► seconds of a step ──► ranking
+    layouts G×R×S of the ranks ──► micro-batches that fit, with and without recomputation
+       ──► accumulation up to the batch limit ──► the smallest H whose rounds take at most a twentieth of the time
+       ──► seconds of a step ──► ranking
 
-It ranks speed, not quality: how large a batch may be and how rare rounds, the caller says.
+It ranks speed, not quality: how large a batch may be and how few rounds a run may have, the caller says.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
-from fedshard.core.errors import InputError
 from fedshard.core.layout import Layout
-from fedshard.core.topology import Cluster
-from fedshard.study.cost import StepTime, round_exposed_seconds, step_bytes, step_seconds
+from fedshard.study.choice import Choice, Wanted
+from fedshard.study.cost import step_seconds
 from fedshard.study.memory import memory, state_bytes
 from fedshard.study.setup import Setup
-from fedshard.study.size import Architecture
 from fedshard.study.work import StepWork, step_work
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -30,87 +29,8 @@ EVERY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SYNC_SHARE = 0.05
 """What rounds may take of the time: H is the smallest one for which they take no more."""
 
-MEMORY_FRACTION = 0.95
-"""Of a device's memory, what training may fill: allocators leave gaps."""
-
-DEFAULT_BATCH_TOKENS = 4 * 2**20
-"""Largest batch of one optimizer step of one group, where nobody says otherwise."""
-
-DEFAULT_ROUNDS = 50
-"""Fewest rounds of a run, where nobody says otherwise."""
-
-SHORTEST = 256
-"""Tokens of the shortest sequence that is looked at where nothing fits."""
-
-TOKENS_PER_PARAMETER = 20
-"""Budget in tokens for each parameter, where nobody says otherwise. Source: arXiv:2203.15556."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is to be trained on what."""
-
-    architecture: Architecture
-    cluster: Cluster
-    """Exactly the ranks of the job (`Cluster.job`)."""
-    sequence_length: int = 4096
-    tokens: int = 0
-    """Budget; 0: `TOKENS_PER_PARAMETER` for each parameter."""
-    max_batch_tokens: int = DEFAULT_BATCH_TOKENS
-    min_rounds: int = DEFAULT_ROUNDS
-    pure_bfloat16: bool = False
-    """Whether weights and moments are stored in bfloat16 too."""
-
-    @property
-    def budget(self) -> int:
-        """In tokens."""
-        return self.tokens or TOKENS_PER_PARAMETER * self.architecture.total
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to train, and what it gives."""
-
-    setup: Setup
-    work: StepWork
-    time: StepTime
-
-    @cached_property
-    def memory_bytes(self) -> float:
-        """Of the rank that holds most."""
-        return memory(self.setup).total_bytes
-
-    @property
-    def strategy(self) -> str:
-        """The layout's name."""
-        return self.setup.layout.strategy
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all ranks."""
-        return self.setup.tokens_per_step / self.time.total_seconds
-
-    @property
-    def group_tokens(self) -> int:
-        """Tokens of one optimizer step of one group."""
-        return self.setup.tokens_per_step // self.setup.layout.groups
-
-    @property
-    def sync_share(self) -> float:
-        """What rounds take of the time."""
-        return self.time.round_exposed_seconds / self.time.total_seconds
-
-    @property
-    def between_bytes(self) -> float:
-        """What one rank sends to other groups, per step."""
-        return step_bytes(self.setup).between
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: of the devices' peak, what the model itself needs."""
-        setup = self.setup
-        flops = setup.architecture.flops_per_token(setup.sequence_length) * self.tokens_per_second
-        return flops / setup.layout.ranks / setup.cluster.device.peak_flops_per_second.value
+ALIKE = 0.01
+"""Speeds that differ by less count as equal, and the smaller batch wins: it costs no speed, and gives more steps."""
 
 
 @dataclass
@@ -123,30 +43,35 @@ class Plan:
     """Shards of a replica → least memory that a rank needs, for those that do not fit."""
     too_large: dict[Layout, int] = field(default_factory=dict)
     """Layouts whose smallest batch is over the limit → its tokens."""
+    few_rounds: dict[Layout, int] = field(default_factory=dict)
+    """Layouts with a batch for which the budget has too few rounds → how many it has at most."""
+    uneven: int = 0
+    """Layouts whose shards or groups cut nodes unevenly, which are not looked at."""
 
     @cached_property
-    def best_by_layout(self) -> list[Choice]:
-        """The fastest of each layout, the fastest first."""
-        best: dict[Layout, Choice] = {}
+    def rows(self) -> list[Choice]:
+        """The best of each layout, the fastest first: what a table shows."""
+        by_layout: dict[Layout, list[Choice]] = {}
         for choice in self.choices:
-            best.setdefault(choice.setup.layout, choice)
-        return list(best.values())
+            by_layout.setdefault(choice.setup.layout, []).append(choice)
+        return sorted(map(_best, by_layout.values()), key=lambda choice: -choice.tokens_per_second)
 
     def best(self, strategy: str) -> Choice | None:
-        """The fastest of a strategy."""
-        return next((choice for choice in self.choices if choice.strategy == strategy), None)
+        """The first row of a strategy."""
+        return next((row for row in self.rows if row.strategy == strategy), None)
 
-    @property
-    def capacity_bytes(self) -> float:
-        """What a rank may fill."""
-        return self.wanted.cluster.device.memory_bytes.value * MEMORY_FRACTION
+    def of(self, strategy: str) -> list[Choice]:
+        """All choices of a strategy, the fastest first."""
+        return [choice for choice in self.choices if choice.strategy == strategy]
 
 
 def make_plan(wanted: Wanted) -> Plan:
     """Try every layout, micro-batch, accumulation and recomputation within the limits."""
-    made = Plan(wanted)
-    for layout in layouts(wanted.cluster.ranks):
-        made.choices += _choices(made, layout)
+    made, found = Plan(wanted), list(layouts(wanted.cluster.ranks))
+    looked_at = [layout for layout in found if is_even(layout, wanted.cluster.ranks_per_node)]
+    made.uneven = len(found) - len(looked_at)
+    for layout in looked_at:
+        made.choices += search(made, wanted.setup(layout))
     made.choices.sort(key=lambda choice: -choice.tokens_per_second)
     return made
 
@@ -162,53 +87,65 @@ def layouts(ranks: int) -> Iterator[Layout]:
             yield Layout(groups, replicas, ranks // groups // replicas)
 
 
-def _choices(made: Plan, layout: Layout) -> Iterator[Choice]:
-    """What fits of one layout, within the limits. Notes in `made` why others do not."""
-    wanted = made.wanted
-    base = Setup(
-        wanted.architecture,
-        layout,
-        wanted.cluster,
-        wanted.sequence_length,
-        stored_bytes=2.0 if wanted.pure_bfloat16 else 4.0,
-        reduce_bytes=2.0 if wanted.pure_bfloat16 else 4.0,
+def is_even(layout: Layout, ranks_per_node: int) -> bool:
+    """Whether the shards of a replica, and a group, fill nodes or divide one.
+
+    >>> [str(layout) for layout in layouts(12) if not is_even(layout, 4)]
+    ['1×2×6', '1×4×3', '2×1×6', '2×2×3', '2×3×2', '2×6×1', '4×1×3', '4×3×1']
+    """
+    return all(
+        members % ranks_per_node == 0 or ranks_per_node % members == 0
+        for members in (layout.shards, layout.group_ranks)
     )
-    smallest = layout.group_ranks * wanted.sequence_length
+
+
+def search(made: Plan, base: Setup) -> Iterator[Choice]:
+    """What fits of one layout within the limits, done as `base` says. Notes in `made` why others do not."""
+    wanted, layout = made.wanted, base.layout
+    smallest = layout.group_ranks * base.sequence_length
     if smallest > wanted.max_batch_tokens:
         made.too_large[layout] = smallest
         return
-    if sum(state_bytes(base).values()) > made.capacity_bytes:
-        held = memory(replace(base, recompute=True)).total_bytes
-        made.least_bytes[layout.shards] = min(held, made.least_bytes.get(layout.shards, held))
+    if sum(state_bytes(base).values()) > wanted.capacity_bytes:
+        _note_least(made, replace(base, recompute=True))
         return
     work = step_work(base)
-    for recompute, accumulations in product((False, True), (ACCUMULATIONS[:1], ACCUMULATIONS[1:])):
-        # several micro-batches keep their gradients: what the first of a list needs, all of it do
-        for setup in _that_fit(made, replace(base, recompute=recompute, accumulation=accumulations[0])):
-            scaled = _scaled(work, setup.micro_batch, recompute)
-            for accumulation in accumulations:
-                if smallest * setup.micro_batch * accumulation > wanted.max_batch_tokens:
-                    break
-                yield _with_rounds(replace(setup, accumulation=accumulation), scaled, wanted)
+    for recompute in (False, True):
+        once = replace(base, recompute=recompute)
+        alone = _that_fit(once, MICRO_BATCHES, wanted)
+        if not alone:
+            _note_least(made, once)
+        # several micro-batches keep their gradients: more memory, but the same for any number of them
+        several = _that_fit(replace(once, accumulation=ACCUMULATIONS[1]), alone, wanted)
+        for micro_batch, accumulation in product(alone, ACCUMULATIONS):
+            fits = accumulation == 1 or micro_batch in several
+            if not fits or smallest * micro_batch * accumulation > wanted.max_batch_tokens:
+                continue
+            setup = replace(once, micro_batch=micro_batch, accumulation=accumulation)
+            choice = _with_rounds(made, setup, scaled(work, micro_batch, recompute))
+            if choice is not None:
+                yield choice
 
 
-def _that_fit(made: Plan, base: Setup) -> list[Setup]:
-    """`base` with each micro-batch that fits and stays within the limit; memory grows with it, so few are tried."""
-    smallest = base.layout.group_ranks * base.sequence_length * base.accumulation
-    setups = [
-        replace(base, micro_batch=micro_batch)
-        for micro_batch in MICRO_BATCHES
-        if smallest * micro_batch <= made.wanted.max_batch_tokens
-    ]
-    fitting = bisect_right(setups, made.capacity_bytes, key=lambda setup: memory(setup).total_bytes)
-    if fitting == 0 and setups and base.accumulation == 1:
-        held, shards = memory(base).total_bytes, base.layout.shards
-        made.least_bytes[shards] = min(held, made.least_bytes.get(shards, held))
-    return setups[:fitting]
+def _that_fit(base: Setup, micro_batches: Sequence[int], wanted: Wanted) -> Sequence[int]:
+    """The micro-batches that fit, of these in rising order; memory grows with them, so few are tried."""
+
+    def held(micro_batch: int) -> float:
+        return memory(replace(base, micro_batch=micro_batch)).total_bytes
+
+    return micro_batches[: bisect_right(micro_batches, wanted.capacity_bytes, key=held)]
 
 
-def _scaled(work: StepWork, micro_batch: int, recompute: bool) -> StepWork:
-    """The pieces for another micro-batch: only what computes grows with it. Equation (step-compute)."""
+def _note_least(made: Plan, setup: Setup) -> None:
+    shards, held = setup.layout.shards, memory(setup).total_bytes
+    made.least_bytes[shards] = min(held, made.least_bytes.get(shards, held))
+
+
+def scaled(work: StepWork, micro_batch: int, recompute: bool) -> StepWork:
+    """The pieces of one sequence at a time for a larger micro-batch, and for recomputation: only what computes grows.
+
+    Equation (step-compute).
+    """
     root = work.units[0]
     units = tuple(
         replace(
@@ -221,59 +158,39 @@ def _scaled(work: StepWork, micro_batch: int, recompute: bool) -> StepWork:
     return replace(work, units=units)
 
 
-def _with_rounds(setup: Setup, work: StepWork, wanted: Wanted) -> Choice:
-    """The choice with the smallest H whose rounds are cheap enough, or the largest that leaves enough rounds."""
+def _with_rounds(made: Plan, setup: Setup, work: StepWork) -> Choice | None:
+    """The choice with the smallest H whose rounds are cheap enough, or else the largest that leaves enough rounds.
+
+    None where the budget has too few rounds even with one after every step.
+    """
+    time, budget = step_seconds(work, setup), made.wanted.budget  # of H = 1: a whole round in every step
     if setup.layout.groups == 1:
-        return Choice(setup, work, step_seconds(work, setup))
-    most = max(1, wanted.budget // setup.tokens_per_step // wanted.min_rounds)
-    time = step_seconds(work, setup)
-    whole_round = round_exposed_seconds(work, setup, time.inner_seconds)
-    allowed = [every for every in EVERY if every <= most]
-    cheap = (
-        every for every in allowed if whole_round / every <= SYNC_SHARE * (time.inner_seconds + whole_round / every)
+        return Choice(setup, work, time, budget)
+    chosen = None
+    for every in EVERY:
+        if every <= setup.delay:
+            continue
+        seconds = replace(time, round_exposed_seconds=time.round_exposed_seconds / every)
+        choice = Choice(replace(setup, every=every), work, seconds, budget)
+        rounds = choice.timetable.rounds()
+        if rounds < made.wanted.min_rounds:
+            if chosen is None:
+                made.few_rounds[setup.layout] = max(rounds, made.few_rounds.get(setup.layout, 0))
+            break
+        chosen = choice
+        if choice.sync_share <= SYNC_SHARE:
+            break
+    return chosen
+
+
+def _best(choices: Iterable[Choice]) -> Choice:
+    """Of those that are about as fast as the fastest, the one with the smallest batch."""
+    listed = list(choices)
+    enough = (1 - ALIKE) * max(choice.tokens_per_second for choice in listed)
+    return min(
+        (choice for choice in listed if choice.tokens_per_second >= enough),
+        key=lambda choice: (choice.group_tokens, -choice.tokens_per_second),
     )
-    every = next(cheap, allowed[-1])
-    chosen = replace(setup, every=every)
-    return Choice(chosen, work, replace(time, round_exposed_seconds=whole_round / every))
-
-
-def variants(choice: Choice) -> dict[str, float]:
-    """Tokens per second of a choice with rounds as `fedshard train` does not do them yet: codecs, and overlap."""
-    ways = {"bf16 codec": {"codec": "bf16"}, "int8 codec": {"codec": "int8"}, "overlap of one step": {"delay": 1}}
-    speeds = {}
-    for name, way in ways.items():
-        setup = replace(choice.setup, **way, anchor=True)
-        rounds = step_work(setup)
-        work = replace(choice.work, round_between_seconds=rounds.round_between_seconds,
-                       round_inside_seconds=rounds.round_inside_seconds)  # fmt: skip
-        speeds[name] = setup.tokens_per_step / step_seconds(work, setup).total_seconds
-    return speeds
-
-
-def nearest(wanted: Wanted, cluster: Cluster) -> tuple[int, int] | None:
-    """(ranks, sequence length) of the nearest thing that fits: more ranks of the whole `cluster`, doubled each time; if
-    all are too few, shorter sequences, halved each time. None if that does not help either."""
-    length = wanted.sequence_length
-    while length >= SHORTEST:
-        ranks = wanted.cluster.ranks
-        while ranks <= cluster.ranks:
-            if _fits(wanted, cluster, ranks, length):
-                return ranks, length
-            ranks = max(cluster.ranks_per_node, ranks * 2)
-        length //= 2
-    return None
-
-
-def _fits(wanted: Wanted, cluster: Cluster, ranks: int, length: int) -> bool:
-    """Whether one replica over so many ranks, a sequence at a time, with recomputation, stays within a device."""
-    try:
-        job = cluster.job(ranks)
-    except InputError:  # ranks that do not fill nodes
-        return False
-    stored = 2.0 if wanted.pure_bfloat16 else 4.0
-    setup = Setup(wanted.architecture, Layout(1, 1, ranks), job, length, recompute=True, stored_bytes=stored,
-                  reduce_bytes=stored)  # fmt: skip
-    return memory(setup).total_bytes <= job.device.memory_bytes.value * MEMORY_FRACTION
 
 
 def _divisors(number: int) -> list[int]:
