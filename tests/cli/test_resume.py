@@ -310,3 +310,34 @@ def test_damaged_checkpoints_are_listed_verified_and_passed_over(copied, tmp_pat
     for words in (["export", str(copied), "--to", "x"], ["checkpoint", "verify", str(tmp_path)]):
         assert refused(*words) in (1, 2)
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_files_may_move_but_not_change(run, tmp_path, monkeypatch, capsys):
+    """A model's folder and the data's: what decides the run is compared with what was saved."""
+    monkeypatch.chdir(tmp_path)
+    main(["export", str(run), "--to", "model"])
+    Path("data").mkdir()
+    for number in range(12):
+        Path(f"data/{number}.txt").write_text(f"abc{number}" * 30)
+    given = ["--model.kind", "folder", "--model.path", "model", "--data.kind", "text", "--data.path", "data"]
+    main(["train", *ALONE, *given, "--data.eval_fraction", "0.3", "--into", "run", "--stop-after", "2"])
+    capsys.readouterr()
+    Path("model").rename("model2")
+    Path("data").rename("data2")
+    assert refused("train", "run/recipe.toml", "--resume") == 2
+    err = capsys.readouterr().err
+    assert err.count("no folder model") == err.count("data does not exist") == 1
+    main(["export", "run", "--to", "exported"])  # as on a machine that has the checkpoint alone
+    assert json.loads(Path("exported/config.json").read_text())["rms_norm_eps"] == 1e-6
+
+    moved = ["train", "run/recipe.toml", "--resume", "--model.path", "model2", "--data.path", "data2"]
+    main([*moved, "--stop-after", "3"])
+    err = capsys.readouterr().err
+    assert "from step 3 on model.path is model2, it was model" in err
+    config = json.loads(Path("model2/config.json").read_text())
+    Path("model2/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    Path("data2/3.txt").write_text("other" * 30)
+    assert refused(*moved) == 2
+    err = capsys.readouterr().err
+    assert "model.rms_norm_eps: is 0.5, and was 1e-06 when the checkpoint was saved" in err
+    assert "data: data2 holds other data than when the checkpoint was saved" in err

@@ -138,7 +138,7 @@ def check_all(recipe: Recipe, begin: Start, cache: Path, launch: Launch) -> None
         except InputError as error:
             faults += error.faults
     if faults:
-        raise InputError(faults)
+        raise InputError(dict.fromkeys(faults))  # a folder that is gone is missed by two of them
 
 
 def finished(recipe: Recipe, begin: Start, quiet: bool = False) -> bool:

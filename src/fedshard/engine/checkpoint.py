@@ -7,6 +7,7 @@ checkpoints/step-000120/
   group-00000/       what is one group's own: moments, and its weights where groups have trained on their own
     index.json, rank-00000.safetensors, …
   recipe.toml        as it was resolved
+  config.json        the model's own, with every value that transformers gave it
   layout.json        groups, replicas, shards
   cursor.json        how far the run is: `Cursor`
   COMPLETE           size and SHA-256 of every file; written last
@@ -133,6 +134,10 @@ class Checkpoint:
     def recipe(self) -> Recipe:
         """The recipe that it was saved with. Raises InputError where the file is damaged."""
         return read_recipe(self.path / "recipe.toml")
+
+    def config(self) -> dict[str, Any]:
+        """The model's config, field by field. Raises InputError where the file is damaged."""
+        return read_json(self.path / "config.json", dict[str, Any])
 
     def files(self) -> dict[str, KnownFile]:
         """What was written, by the name below the checkpoint. Raises InputError where the list is damaged."""

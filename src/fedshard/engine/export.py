@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from transformers.core_model_loading import revert_weight_conversion
 
 from fedshard.core.errors import Fault, InputError, RunError
-from fedshard.core.recipe import FolderModel, Recipe
+from fedshard.core.recipe import FolderModel, Model, Recipe
 from fedshard.engine.agree import persistent_buffers
 from fedshard.engine.checkpoint import Checkpoint, group_folder
 from fedshard.engine.config import read_config
@@ -81,7 +81,7 @@ def export(checkpoint: Checkpoint, to: Path, dtype: torch.dtype, file_bytes: int
 def _write_all(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype, file_bytes: int) -> list[str]:
     """All files of the folder; the notes of `export`."""
     recipe, cursor = checkpoint.recipe(), checkpoint.cursor()
-    config = read_config(recipe.model)
+    config = read_config(_described(checkpoint, recipe))
     model = build_on_meta(config)
     notes = [f"{name} is {first}, and left out: tie_word_embeddings is true" for name, first in _tied(model)]
     with ExitStack() as files:
@@ -143,6 +143,13 @@ def write_weights(
         where = {key: name for name, chunk in zip(names, chunks, strict=True) for each in chunk for key in each.keys}
         index = {"metadata": {"total_size": sum(each.bytes for each in outputs)}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _described(checkpoint: Checkpoint, recipe: Recipe) -> Model:
+    """Where the model's config is: a folder that is not here, on another machine, is not needed for it."""
+    if isinstance(recipe.model, FolderModel) and not Path(recipe.model.path).is_dir():
+        return FolderModel(kind="folder", path=str(checkpoint.path))
+    return recipe.model
 
 
 def _write_config(

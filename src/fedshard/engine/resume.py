@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,6 +20,9 @@ from fedshard.engine.model import build_on_meta, some_of
 from fedshard.engine.parameters import named_parameters
 from fedshard.engine.slices import Slices
 from fedshard.engine.state import restore
+
+UNBOUND = {"_name_or_path", "architectures", "dtype", "transformers_version"}
+"""Fields of a config that say nothing of the model's values."""
 
 
 def check_resume(checkpoint: Checkpoint, recipe: Recipe, cache: Path) -> list[str]:
@@ -89,11 +93,16 @@ def _data_faults(cursor: Cursor, recipe: Recipe, cache: Path) -> Iterator[Fault]
 
 
 def _model_faults(checkpoint: Checkpoint, cursor: Cursor, recipe: Recipe) -> Iterator[Fault]:
-    """The tensors of the checkpoint against those of the model."""
+    """The config and the tensors of the checkpoint against those of the model."""
+    config, before = read_config(recipe.model), checkpoint.config()
+    now = json.loads(config.to_json_string(use_diff=False))
+    for key in sorted(before.keys() & now.keys() - UNBOUND):  # other releases of transformers may have other fields
+        if before[key] != now[key]:
+            says = f"is {now[key]!r}, and was {before[key]!r} when the checkpoint was saved"
+            yield Fault(f"model.{key}", says, "Resume with the model that was saved.")
     with Slices(checkpoint.path / (GLOBAL if cursor.together else group_folder(0))) as slices:
         saved = slices.shapes("weights")
-    model = build_on_meta(read_config(recipe.model))
-    wanted = {name: tuple(parameter.shape) for name, parameter in named_parameters(model).items()}
+    wanted = {name: tuple(parameter.shape) for name, parameter in named_parameters(build_on_meta(config)).items()}
     differ = [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]
     if differ:
         says = f"differs from the checkpoint's in {some_of(differ)}"

@@ -215,9 +215,10 @@ def complete(unfinished: Path, every: list[Written], job: Job, cursor: Cursor) -
         write_json(unfinished / folder / INDEX, merge_entries(each.indices.get(folder, {}) for each in every))
         files |= describe(unfinished, unfinished / folder / INDEX)
     (unfinished / "recipe.toml").write_text(write_recipe(job.recipe), encoding="utf-8")
+    (unfinished / "config.json").write_text(job.config.to_json_string(use_diff=False), encoding="utf-8")
     write_json(unfinished / "layout.json", asdict(job.world.layout))
     write_json(unfinished / "cursor.json", asdict(cursor))
-    for name in ("recipe.toml", "layout.json", "cursor.json"):
+    for name in ("recipe.toml", "config.json", "layout.json", "cursor.json"):
         files |= describe(unfinished, unfinished / name)
     write_json(unfinished / COMPLETE, asdict(Complete(files)))
     sync_to_disk(unfinished / COMPLETE)
