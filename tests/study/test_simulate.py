@@ -102,6 +102,14 @@ def test_the_seed_decides():
     assert one == same != other
 
 
+def test_a_round_s_many_messages_average_their_jitter_out():
+    """One message may take three times as long as another; hundreds on one communicator do not."""
+    setup = setup_of((128, 1, 4), every=1)
+    rounds = simulate(setup, 8, Effects(deviation=False)).round_seconds
+    assert min(rounds) / simulate(setup).round_seconds[0] > 1.1
+    assert max(rounds) / min(rounds) < 1.1
+
+
 @pytest.mark.parametrize("effects", [Effects(jitter=False, landing=False), Effects(deviation=False, landing=False)])
 def test_noise_only_ever_costs(effects):
     setup = setup_of((16, 8, 4), every=4)
@@ -170,11 +178,24 @@ def test_what_is_watched():
             assert all(end <= following for (_, end), (following, _) in pairwise(events))
     forward = [name for rank, on, name, *_ in told.intervals if on == "compute" and rank == 0 and "forward" in name]
     assert len(forward) == 2 * (MODEL.blocks + 1)
+    first = [name for rank, on, name, *_ in told.intervals if (rank, on) == (0, "shard")]
+    assert first[:3] == ["gather root", "gather model.layers.0", "gather model.layers.1"]
+    # Backward: the last block first, and always the next gather before the reduction.
+    assert first[MODEL.blocks + 1 :][:5] == [
+        "gather model.layers.31",
+        "gather model.layers.30",
+        "reduce model.layers.31",
+        "gather model.layers.29",
+        "reduce model.layers.30",
+    ]
 
 
-def test_it_is_fast_enough_to_be_used():
-    """No timing is asserted tightly: the targets are 2 s for 512 ranks and 60 s for 16,384."""
-    began = time.monotonic()
-    simulate(setup_of((16, 8, 4), every=8), 1, Effects())
-    assert time.monotonic() - began < 20
-    assert simulate(setup_of((256, 16, 4), "jupiter", every=1), 1, QUIET).seconds > 0
+@pytest.mark.parametrize(
+    ("shape", "cluster", "limit_seconds"), [((16, 8, 4), "leonardo-observed", 2), ((256, 16, 4), "jupiter", 60)]
+)
+def test_it_is_fast_enough_to_be_used(shape, cluster, limit_seconds):
+    """Of the processor, because a busy machine makes any wall clock late."""
+    setup = setup_of(shape, cluster, every=2)
+    began = time.process_time()
+    simulate(setup, 1, Effects(), slow={3: 1.1})
+    assert time.process_time() - began < limit_seconds

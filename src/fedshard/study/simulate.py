@@ -208,7 +208,7 @@ class _Job:
         self.flying = None
         kept = self.spent_after[saved]
         lost = sum(self.ranks.spent.values()) - sum(kept.values()) + restart_seconds
-        self.ranks.spent = kept | {"lost": kept["lost"] + lost}
+        self.ranks.spent = kept | {"lost": lost}
 
     def _exchange(self, part: float, fragment: int) -> None:
         """Owned slices of a part of the model begin to cross groups."""

@@ -38,7 +38,7 @@ def draw_timeline(intervals: Iterable[Interval], file: Path, begin: float, end: 
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    rows = _rows(intervals, begin, end)
+    rows = bars_of(intervals, begin, end)
     kinds = {kind for bars in rows.values() for kind in bars}
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.size": 9, "hatch.linewidth": 0.5}):
         figure = Figure(figsize=(11, 1.4 + 0.32 * len(rows)), layout="constrained")
@@ -56,7 +56,7 @@ def draw_timeline(intervals: Iterable[Interval], file: Path, begin: float, end: 
         figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else {})
 
 
-def _rows(
+def bars_of(
     intervals: Iterable[Interval], begin: float, end: float
 ) -> dict[tuple[int, str], dict[str, list[tuple[float, float]]]]:
     """By rank and stream, and then by kind: (milliseconds after `begin`, milliseconds long) within the figure."""
