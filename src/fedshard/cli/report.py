@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedshard.cli.words import read_words
 from fedshard.core.errors import Fault, InputError
 
+if TYPE_CHECKING:
+    from fedshard.lab.outcomes import Table
+
 FLAGS = {"--into": "DIR", "--json": "", "--help": ""}
-MOST_RUNS = 100
 
 HELP = """\
 usage: fedshard report RUN… [--into DIR] [--json]
 
 Writes report.html and figures/ about one or several runs: loss and perplexity over tokens, steps and seconds, tokens
-per second, where a step's time goes, bytes, how far groups move apart. The page needs no network.
+per second, where a step's time goes, bytes, how far groups move apart. A run that is not finished is reported as far as
+it is. The page needs no network.
 
-  --into DIR   where (default: the run's own folder; of several runs, a folder must be given)
-  --json       the table as JSON on stdout
+  --into DIR   where; of a single run, its own folder if not given
+  --json       the outcomes as JSON on stdout
 """
 
 
 def run(words: Sequence[str]) -> None:
     """The command."""
-    given = read_words(["--help" if word == "-h" else word for word in words], FLAGS, most_paths=MOST_RUNS)
+    given = read_words(["--help" if word == "-h" else word for word in words], FLAGS, most_paths=len(words))
     if "--help" in given.flags:
         print(HELP, end="")
         return
@@ -36,15 +41,40 @@ def run(words: Sequence[str]) -> None:
         faults.append(Fault("--into", f"missing, and there are {len(given.paths)} runs", "Write --into DIR."))
     if faults:
         raise InputError(faults)
-    from fedshard.lab.report import table, write_report
-    from fedshard.lab.runs import read_run
+    from fedshard.lab.outcomes import outcomes, tables
+    from fedshard.lab.report import write_report
+    from fedshard.lab.runs import read_runs
 
-    runs = [read_run(Path(path)) for path in given.paths]
+    runs = read_runs([Path(path) for path in given.paths])
     page = write_report(runs, Path(given.flags.get("--into", given.paths[0])))
-    rows = table(runs)
     if "--json" in given.flags:
-        print(json.dumps({"report": str(page), "runs": rows}, indent=2, ensure_ascii=False))
+        result = {"report": str(page), "runs": [asdict(outcome) for outcome in outcomes(runs)]}
+        print(json.dumps(result, indent=2, ensure_ascii=False))
         return
-    for row in rows:
-        print("  ".join(f"{name} {cell}" for name, cell in row.items()))
+    for table in tables(runs):
+        show(table)
     print(page)
+
+
+def show(table: Table) -> None:
+    """A table on a terminal, plain lines elsewhere."""
+    from rich.console import Console
+    from rich.table import Table as Drawn
+
+    console = Console()
+    if console.is_terminal:
+        drawn = Drawn(title=table.heading)
+        for index, name in enumerate(table.columns):
+            drawn.add_column(name, justify="right" if index else "left")
+        for row in table.rows:
+            drawn.add_row(*row)
+        console.print(drawn)
+        return
+    widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
+    print(table.heading)
+    for name, *cells in (table.columns, *table.rows):
+        print(
+            "  ".join(
+                [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))]
+            )
+        )

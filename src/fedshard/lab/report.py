@@ -1,99 +1,135 @@
-"""One page about one or several runs: a table, figures, and what they were compared by. Opens without a network."""
+"""One page about one or several runs: tables, figures, and what the runs differ by. It opens without a network."""
 
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fedshard.core.units import format_bytes, format_count, format_seconds
-from fedshard.lab.figures import FIGURES
-from fedshard.lab.runs import Axis, Run, first_reach, shared_end, value_at
+from fedshard.core.errors import Fault, InputError
+from fedshard.lab import figures
+from fedshard.lab.outcomes import baseline, tables
+from fedshard.lab.runs import Run
 
-NONE = "–"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of the page."""
+
+    name: str
+    """Of its files."""
+    heading: str
+    says: str
+    """What it shows, and how to read it."""
+    draw: Callable[[Sequence[Run]], Figure | None]
+
+
+DRAWINGS = (
+    Drawing("loss", "Training loss", "A mean over a twentieth of the steps, at most 15.", figures.loss),
+    Drawing(
+        "perplexity",
+        "Evaluation perplexity",
+        "On held-out sequences, which are the same for each run that has the same data and the same seed.",
+        figures.eval_perplexity,
+    ),
+    Drawing("speed", "Tokens per second", "One point for each H steps and the round that ends them.", figures.speed),
+    Drawing(
+        "step-time",
+        "Where a step's time goes",
+        "A mean step after the warm-up and the first tenth. Communication inside groups is what sampled steps spent in "
+        "it; where a step was never sampled (log.profile_every), it is not told from computing.",
+        figures.step_time,
+    ),
+    Drawing(
+        "bytes", "Bytes by tier", "What crossed the links of each tier, and what the formula says.", figures.tier_bytes
+    ),
+    Drawing("round-bytes", "Bytes between groups", "Of the rank that sends most.", figures.round_bytes),
+    Drawing(
+        "drift",
+        "How far groups move apart",
+        "The mean over groups, in a band from the least to the largest of them.",
+        figures.drift,
+    ),
+    Drawing("predictions", "Predicted and measured", "Tokens per second, by the cost model.", figures.predictions),
+)
+"""In the order of the page; one that has nothing to show is left out."""
 
 
 def write_report(runs: Sequence[Run], into: Path) -> Path:
-    """`report.html` and `figures/` in a folder; returns the page."""
-    import matplotlib as mpl
+    """`report.html` and `figures/` in a folder; returns the page. Raises InputError where they cannot be written."""
     from jinja2 import Environment
 
-    drawn = []
-    (into / "figures").mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedshard", "font.size": 9}):
-        for name, (heading, draw) in FIGURES.items():
-            figure = draw(runs)
-            if figure is None:
-                continue
-            svg = io.StringIO()
-            figure.savefig(svg, format="svg", metadata={"Date": None})
-            figure.savefig(into / "figures" / f"{name}.png", dpi=150)
-            (into / "figures" / f"{name}.svg").write_text(svg.getvalue(), encoding="utf-8")
-            drawn.append((name, heading, svg.getvalue().partition("<svg")[1] + svg.getvalue().partition("<svg")[2]))
-    template = files("fedshard.lab").joinpath("report.html.j2").read_text(encoding="utf-8")
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs of one recipe"
-    page = Environment(autoescape=True).from_string(template)
-    html = page.render(title=title, rows=table(runs), notes=notes(runs), figures=drawn)
-    (into / "report.html").write_text(html, encoding="utf-8")
+    try:
+        (into / "figures").mkdir(parents=True, exist_ok=True)
+        drawn = list(_draw_all(runs, into / "figures"))
+        template = files("fedshard.lab").joinpath("report.html.j2").read_text(encoding="utf-8")
+        page = Environment(autoescape=True, trim_blocks=True).from_string(template)
+        title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+        html = page.render(title=title, tables=tables(runs), notes=notes(runs), drawn=drawn)
+        (into / "report.html").write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise InputError([Fault(str(into), f"cannot be written to ({error})", "Give a folder with --into.")]) from None
     return into / "report.html"
 
 
-def table(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """A row for each run, as the terminal and the page show them."""
-    fsdp, hsdp = (_baseline(runs, strategy) for strategy in ("FSDP", "HSDP"))
-    baseline = fsdp or hsdp
-    target = baseline.curve("eval_loss", "seconds")[1][-1:] if baseline else []
-    ends: dict[Axis, float] = {axis: shared_end(runs, axis) for axis in ("tokens", "steps", "seconds")}
-    rows = []
-    for run in runs:
-        steady = run.steady_tokens_per_second
-        reached = first_reach(run.curve("eval_loss", "seconds"), target[0]) if target else None
-        rows.append(
-            {
-                "run": run.name + ("" if run.summary else " (unfinished)"),
-                "steps": str(run.steps[-1]["step"]),
-                "tokens/s": format_count(run.tokens_per_second),
-                "steady": format_count(steady),
-                "× FSDP": _ratio(steady, fsdp),
-                "× HSDP": _ratio(steady, hsdp),
-                "perplexity at equal tokens": _perplexity(run, "tokens", ends),
-                "… steps": _perplexity(run, "steps", ends),
-                "… seconds": _perplexity(run, "seconds", ends),
-                "to baseline's loss": format_seconds(reached) if reached is not None else NONE,
-                "rounds' share": f"{run.sync_share:.1%}" if run.rounds else NONE,
-                "sent per round": format_bytes(run.rounds[-1]["sent_bytes"]) if run.rounds else NONE,
-            }
-        )
-    return rows
-
-
 def notes(runs: Sequence[Run]) -> list[str]:
-    """What the table's numbers are of."""
-    ends = ", ".join(f"{shared_end(runs, axis):,.0f} {axis}" for axis in ("tokens", "steps", "seconds"))
-    said = [f"Perplexities are compared at {ends}: the farthest that every run was evaluated at; straight in between."]
-    baseline = _baseline(runs, "FSDP") or _baseline(runs, "HSDP")
-    if baseline is not None:
-        said.append(f"“To baseline's loss”: training time until the last evaluation loss of {baseline.name}.")
-    said += [
-        f"{run.name}: a step of one group is {format_count(run.recipe.group_tokens)} tokens, of all groups "
-        f"{format_count(run.recipe.tokens_per_step)}"
-        + (f"; H = {run.recipe.sync.every}, {run.recipe.timetable.warmup_steps} synchronous steps, outer optimizer "
-           f"{run.recipe.sync.outer.kind}" if run.recipe.federates else "") + "."
-        for run in runs
-    ]  # fmt: skip
-    return said
+    """What the numbers are of, and what a reader of one run cannot see in its curves."""
+    said = [
+        "Tokens are sequences × sequence length over all groups.",
+        "Seconds are training time: starting, evaluating and saving are in nobody's.",
+    ]
+    if len(runs) > 1:
+        said.append(
+            "Perplexities are compared at the farthest place that every run was evaluated at or after; between two "
+            "evaluations their losses are joined by a straight line."
+        )
+        if first := baseline(runs):
+            said.append(f"The baseline is {first.name}.")
+    return said + [f"{run.name}: {'; '.join(_about(run))}." for run in runs]
 
 
-def _baseline(runs: Sequence[Run], strategy: str) -> Run | None:
-    return next((run for run in runs if run.recipe.strategy == strategy), None)
+def _about(run: Run) -> Iterator[str]:
+    recipe, ran = run.recipe, run.environment
+    yield f"a step of a group is {recipe.group_tokens:,} tokens, of all groups {recipe.tokens_per_step:,}"
+    if recipe.federates:
+        warmup = recipe.timetable.warmup_steps
+        yield f"H = {recipe.sync.every}, {warmup} synchronous steps, outer optimizer {recipe.sync.outer.kind}"
+    if ran:
+        on_cpu = ran["devices"]["type"] == "cpu"
+        yield f"{ran['ranks']} ranks on {len(set(ran['hosts']))} hosts with {ran['devices']['name']}"
+        yield f"reduce-scatter {'by a ring, which sends what the formula says' if on_cpu else 'by NCCL'}"
+        yield f"commit {ran['commit'] or 'unknown'}"
+    if left_out := [str(row["round"]) for row in run.rounds if row["excluded"]]:
+        yield f"groups were left out of rounds {', '.join(left_out)}"
 
 
-def _ratio(speed: float, baseline: Run | None) -> str:
-    return NONE if baseline is None else f"{speed / baseline.steady_tokens_per_second:.2f}"
+def _draw_all(runs: Sequence[Run], folder: Path) -> Iterator[tuple[Drawing, str]]:
+    """Each figure as SVG and PNG files, and as SVG that can stand in a page with others."""
+    from matplotlib import style
+
+    with style.context(["default", figures.STYLE]):
+        for drawing in DRAWINGS:
+            figure = drawing.draw(runs)
+            for kind in ("svg", "png"):  # of a report before this one
+                (folder / f"{drawing.name}.{kind}").unlink(missing_ok=True)
+            if figure is None:
+                continue
+            file = io.StringIO()
+            figure.savefig(file, format="svg", metadata={"Date": None})
+            (folder / f"{drawing.name}.svg").write_text(file.getvalue(), encoding="utf-8")
+            figure.savefig(folder / f"{drawing.name}.png", dpi=150)
+            yield drawing, _inline(file.getvalue(), drawing)
 
 
-def _perplexity(run: Run, axis: Axis, ends: dict[Axis, float]) -> str:
-    loss = value_at(run.curve("eval_loss", axis), ends[axis])
-    return NONE if loss is None else f"{math.exp(min(loss, 700.0)):.4g}"
+def _inline(svg: str, drawing: Drawing) -> str:
+    """The SVG element without what stands before it, its ids made its own: those of two figures are alike."""
+    element = svg[svg.index("<svg") :]
+    element = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{drawing.name}-", element)
+    return element.replace("<svg ", f'<svg role="img" aria-label="{drawing.heading}" ', 1)
