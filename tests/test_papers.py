@@ -32,7 +32,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts),
 ]
-SHORT = "--budget.steps 12 --evaluate.sequences 16"
+SHORT = "--budget.steps 12 --evaluate.sequences 16 --train.micro_batch 1"
 
 
 def name_of(path: Path) -> str:

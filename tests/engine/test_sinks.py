@@ -15,6 +15,7 @@ import pytest
 import torch
 from example_rows import EVALUATION, ROUND, STEP, SUMMARY
 
+from fedshard.core.course import Course
 from fedshard.core.errors import InputError
 from fedshard.core.layout import Layout
 from fedshard.core.recipe import LayoutSection, LogSection, Recipe
@@ -179,7 +180,8 @@ def rows_of_uneven_groups(context: RankContext) -> list[StepRow]:
     """Group 0: Σ 12 over 4 label tokens; group 1: Σ 6 over 6."""
     recipe = Recipe(layout=LayoutSection(groups=2, shards=1))
     kept = Kept()
-    job: Any = SimpleNamespace(recipe=recipe, world=context.world, federation=SimpleNamespace(federates=True))
+    federation = SimpleNamespace(federates=True)
+    job: Any = SimpleNamespace(recipe=recipe, course=Course.of(recipe), world=context.world, federation=federation)
     meter = Meter(torch.device("cpu"), profile_every=0, warmup_steps=0)
     log = Log(job, Sinks([kept]), meter)
     nll, labels = ((12.0, 4.0), (6.0, 6.0))[context.rank]
