@@ -38,13 +38,16 @@ def test_the_table(capsys):
         assert any(said in line for line in lines[2 + len(rows) :])
 
 
-def test_the_table_on_a_terminal(capsys, monkeypatch):
+@pytest.mark.parametrize(("columns", "is_table"), [("160", True), ("80", False)])
+def test_the_table_on_a_terminal(capsys, monkeypatch, columns, is_table):
+    """Nothing of it is cut off, however narrow the terminal is."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "140")
-    main(WORDS)
+    monkeypatch.setenv("COLUMNS", columns)
+    main([*WORDS[:2], "gpt2", *WORDS[3:-1], "8"])
     out = capsys.readouterr().out
-    assert "┃" in out
-    assert "HSDP 1×" in out
+    assert ("┃" in out) == is_table
+    assert "…" not in out
+    assert "FSDP 1×1×8" in out
 
 
 def test_json(capsys):
@@ -154,7 +157,7 @@ def test_it_answers_at_once_and_without_torch():
     words = [*WORDS[:-1], "512"]
     code = f"import sys; from fedshard.cli.main import main; main({words!r}); sys.exit('torch' in sys.modules)"
     spent = []
-    for _ in range(2):
+    for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -10,7 +10,7 @@ from fedshard.study.bands import LINKS_LEFT, Band, assumptions, rates, slowed, s
 from fedshard.study.choice import Wanted
 from fedshard.study.cost import step_seconds
 from fedshard.study.plan import Plan, make_plan
-from fedshard.study.reasons import losers, reasons
+from fedshard.study.reasons import cause, losers, reasons
 from fedshard.study.stragglers import waiting, with_jitter
 from fedshard.study.what_if import what_ifs
 from fedshard.study.work import step_work
@@ -29,6 +29,10 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def observed() -> Plan:
     return plan_of("leonardo-observed", max_batch_tokens=2**19)
+
+
+def told_of(made: Plan) -> list[str]:
+    return list(reasons(made, losers(made)))
 
 
 def test_slowed_links_are_those_that_leave_a_node():
@@ -83,7 +87,7 @@ def test_worse_links_favour_federation(plan):
 
 
 def test_each_loser_gets_a_reason(plan):
-    told = list(reasons(plan))
+    told = told_of(plan)
     winner = plan.rows[0].strategy
     assert {row.strategy for row, _ in losers(plan)} == {"FSDP", "HSDP", "FL+FSDP", "FL+HSDP"} - {winner}
     for row, band in losers(plan):
@@ -94,18 +98,31 @@ def test_each_loser_gets_a_reason(plan):
     assert any("of a replica: a rank needs" in line and "may fill 60.8 GB" in line for line in told)
 
 
+def test_the_cause_is_what_takes_longer_than_with_the_winner(plan):
+    """Not what takes longest: that may be the same for both."""
+    row = plan.best("FL+FSDP")
+    assert "no one cause stands out" in cause(row, row)
+    second = row.time.total_seconds
+    slow = replace(row, time=replace(row.time, round_exposed_seconds=second))  # half of the step, or nearly
+    more = {"gather_exposed_seconds": "gathers over ", "reduction_exposed_seconds": "reductions over "}
+    for name, said in more.items():
+        slower = replace(slow, time=replace(slow.time, **{name: getattr(slow.time, name) + second / 10}))
+        assert f" of its step goes to {said}{row.setup.layout.shards} ranks" in cause(slower, slow)
+    assert f"rounds over {row.setup.layout.groups} ranks" in cause(slow, row)
+
+
 def test_what_limits_leave_out_is_told():
-    told = list(reasons(plan_of("leonardo-nominal", max_batch_tokens=65_536, tokens=300_000_000)))
+    told = told_of(plan_of("leonardo-nominal", max_batch_tokens=65_536, tokens=300_000_000))
     assert "groups of 32 ranks or more: 131 k tokens a step at least, and at most 65.5 k are allowed" in told
     few = plan_of("leonardo-nominal", tokens=10_000_000)  # 39 steps of one sequence a rank
-    assert any(line.endswith(" layouts: the budget has 36 rounds at most, and 50 are wanted") for line in reasons(few))
+    assert any(line.endswith(" layouts: the budget has 36 rounds at most, and 50 are wanted") for line in told_of(few))
 
 
 def test_what_ends_sooner_is_told():
     """The fastest is not always the first to end: in the warm-up of many small groups all gradients cross them."""
     made = plan_of("leonardo-nominal")
     soonest = min(made.rows, key=lambda row: row.run_seconds)
-    lines = [line for line in reasons(made) if "ends sooner" in line]
+    lines = [line for line in told_of(made) if "ends sooner" in line]
     if soonest.run_seconds < 0.99 * made.rows[0].run_seconds:
         assert lines[0].startswith(f"{soonest.strategy} {soonest.setup.layout} ends sooner, in {soonest.days:.3g} days")
     else:

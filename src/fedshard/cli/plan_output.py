@@ -24,9 +24,9 @@ WIDTHS |= {"between/step": 12, "batch": 6, "sync": 5, "days": 6}
 
 
 def show(plan: Plan, rows: int) -> None:
-    """The table, the reasons and what else is worth knowing, on stdout."""
+    """The table, the reasons and what else is worth knowing, on stdout. Lines too where a table would be cut off."""
     console, shown = Console(), shown_rows(plan, rows)
-    if console.is_terminal:
+    if console.is_terminal and console.width >= sum(WIDTHS.values()) + 3 * len(WIDTHS) + 1:
         table = Table(title=title(plan))
         for name in WIDTHS:
             table.add_column(name, justify="left" if name == "layout" else "right")
@@ -38,7 +38,7 @@ def show(plan: Plan, rows: int) -> None:
         print("  ".join(f"{name:>{width}}" for name, width in WIDTHS.items()))
         for choice in shown:
             print("  ".join(f"{cell:>{WIDTHS[name]}}" for name, cell in cells(choice).items()))
-    for line in [*reasons(plan), *map(what_if_line, what_ifs(plan)), budget_line(plan)]:
+    for line in [*reasons(plan, losers(plan)), *map(what_if_line, what_ifs(plan)), budget_line(plan)]:
         console.out(line, highlight=False)
 
 
@@ -98,14 +98,14 @@ def budget_line(plan: Plan) -> str:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Seconds, bytes, tokens, fractions; choices by layout, the fastest first."""
-    baselines = {strategy: plan.best(strategy) for strategy in BASELINES}
+    baselines, lost = {strategy: plan.best(strategy) for strategy in BASELINES}, list(losers(plan))
     return {
         "fits": True,
         **_asked(plan),
         "choices": [_row(choice) for choice in plan.rows],
         "baselines": {name: _row(choice) for name, choice in baselines.items() if choice is not None},
-        "speedups": {row.strategy: band.by_assumption for row, band in losers(plan)},
-        "reasons": list(reasons(plan)),
+        "speedups": {row.strategy: band.by_assumption for row, band in lost},
+        "reasons": list(reasons(plan, lost)),
         "what_if": [
             {
                 "name": tried.name,

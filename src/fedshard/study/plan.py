@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 
 from fedshard.core.layout import Layout
 from fedshard.study.choice import Choice, Wanted
@@ -117,14 +116,15 @@ def search(made: Plan, base: Setup) -> Iterator[Choice]:
             _note_least(made, once)
         # several micro-batches keep their gradients: more memory, but the same for any number of them
         several = _that_fit(replace(once, accumulation=ACCUMULATIONS[1]), alone, wanted)
-        for micro_batch, accumulation in product(alone, ACCUMULATIONS):
-            fits = accumulation == 1 or micro_batch in several
-            if not fits or smallest * micro_batch * accumulation > wanted.max_batch_tokens:
-                continue
-            setup = replace(once, micro_batch=micro_batch, accumulation=accumulation)
-            choice = _with_rounds(made, setup, scaled(work, micro_batch, recompute))
-            if choice is not None:
-                yield choice
+        for micro_batch in alone:
+            pieces = scaled(work, micro_batch, recompute)
+            for accumulation in ACCUMULATIONS if micro_batch in several else ACCUMULATIONS[:1]:
+                if smallest * micro_batch * accumulation > wanted.max_batch_tokens:
+                    break
+                setup = replace(once, micro_batch=micro_batch, accumulation=accumulation)
+                choice = _with_rounds(made, setup, pieces)
+                if choice is not None:
+                    yield choice
 
 
 def _that_fit(base: Setup, micro_batches: Sequence[int], wanted: Wanted) -> Sequence[int]:

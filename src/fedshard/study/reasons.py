@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fedshard.core.units import format_bytes, format_count
 from fedshard.study.bands import Band, rates, speedup
@@ -26,12 +26,13 @@ def losers(plan: Plan) -> Iterator[tuple[Choice, Band]]:
             yield row, speedup(fastest, rates(plan.of(strategy)))
 
 
-def reasons(plan: Plan) -> Iterator[str]:
-    """What became of each strategy that did not win, and of what does not fit, may not be, or is not looked at."""
+def reasons(plan: Plan, lost: Iterable[tuple[Choice, Band]]) -> Iterator[str]:
+    """What became of each strategy that did not win (`losers`), and of what does not fit, may not be, or is not looked
+    at."""
     if plan.rows:
         winner = plan.rows[0]
-        for row, band in losers(plan):
-            yield f"{winner.strategy} over {row.strategy} {row.setup.layout}: {band}; {_cause(row, winner)}"
+        for row, band in lost:
+            yield f"{winner.strategy} over {row.strategy} {row.setup.layout}: {band}; {cause(row, winner)}"
         soonest = min(plan.rows, key=lambda row: row.run_seconds)
         if soonest.run_seconds < (1 - ALIKE) * winner.run_seconds:
             yield (
@@ -64,7 +65,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield f"{plan.uneven} layouts whose shards or groups cut nodes unevenly: not looked at"
 
 
-def _cause(row: Choice, winner: Choice) -> str:
+def cause(row: Choice, winner: Choice) -> str:
     """What takes the most time more for each token than it takes the winner."""
     own, other = _seconds_per_token(row), _seconds_per_token(winner)
     name = max(own, key=lambda each: own[each] - other[each])
