@@ -182,7 +182,9 @@ def draw(predictions: Sequence[Prediction], path: Path) -> None:
     for (source, own), color in zip(sources.items(), cycle(COLORS), strict=False):
         published = [each.row.rank_tokens_per_second for each in own]
         foretold = [each.rank_tokens_per_second for each in own]
-        axes.loglog(published, foretold, "o", ms=4, color=color, alpha=0.7, label=source.split(" ")[0][:48])
+        axes.loglog(
+            published, foretold, "o", ms=4, color=color, alpha=0.7, label=source.removeprefix("github.com/")[:34]
+        )
     ends = np.array(axes.get_xlim())
     axes.plot(ends, ends, color="black", lw=0.8)
     axes.fill_between(ends, ends * (1 - WITHIN_P90), ends * (1 + WITHIN_P90), color="black", alpha=0.12, lw=0)

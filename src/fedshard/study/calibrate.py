@@ -52,7 +52,7 @@ def calibrated_efficiency(setup: Setup, seconds: float, *, fused: bool = False) 
     2.5
     """
     ideal = step_work(at_efficiency(setup, 1.0))
-    loaded = _load(ideal, setup, fused)
+    loaded = _load(ideal, setup, fused, CONTENTION)
 
     def seconds_at(efficiency: float) -> float:
         work = _slowed(loaded, ideal, 1 / efficiency - 1)
@@ -75,12 +75,13 @@ def at_efficiency(setup: Setup, efficiency: float) -> Setup:
     return replace(setup, cluster=setup.cluster.model_copy(update={"device": device}))
 
 
-def loaded_work(setup: Setup, *, fused: bool = False) -> StepWork:
+def loaded_work(setup: Setup, *, fused: bool = False, contention: float = CONTENTION) -> StepWork:
     """`step_work` with what an ideal step lacks: weights' and activations' traffic, and contention.
 
-    `fused`: a compiler joins operations that follow each other.
+    `fused`: a compiler joins operations that follow each other. Where nothing runs beside a collective there is no
+    `contention`: 0.
     """
-    return _load(step_work(setup), setup, fused)
+    return _load(step_work(setup), setup, fused, contention)
 
 
 def _slowed(work: StepWork, ideal: StepWork, times: float) -> StepWork:
@@ -98,35 +99,26 @@ def _slowed(work: StepWork, ideal: StepWork, times: float) -> StepWork:
     )
 
 
-def _load(work: StepWork, setup: Setup, fused: bool) -> StepWork:
+def _load(work: StepWork, setup: Setup, fused: bool, contention: float) -> StepWork:
+    """`work` with traffic and contention added to each unit. Equation (calibrate-contention)."""
+    model, rate = setup.architecture, setup.cluster.device.memory_bytes_per_second.value
+
+    def load(unit: UnitWork, numel: int, activations: tuple[float, float], *, block: bool) -> UnitWork:
+        regathered = block and setup.reshard_after_forward
+        weights = _weight_bytes(setup, numel, regathered=regathered, recomputed=block and setup.recompute)
+        beside = unit.scatter_seconds + unit.replica_seconds / setup.accumulation + regathered * unit.gather_seconds
+        forward = (weights[0] + activations[0]) / rate + contention * unit.gather_seconds
+        backward = (weights[1] + activations[1]) / rate + contention * beside
+        return replace(
+            unit,
+            forward_seconds=unit.forward_seconds + forward,
+            backward_seconds=unit.backward_seconds + backward,
+        )
+
     root, *blocks = work.units
-    return replace(
-        work,
-        units=(
-            _loaded(root, setup, setup.architecture.root_numel, *_logits_bytes(setup), again=False),
-            *(
-                _loaded(block, setup, setup.architecture.block_numel, *_kept_bytes(setup, fused), again=True)
-                for block in blocks
-            ),
-        ),
-    )
-
-
-def _loaded(
-    unit: UnitWork, setup: Setup, numel: int, forward_bytes: float, backward_bytes: float, *, again: bool
-) -> UnitWork:
-    """A unit of `numel` parameters with so much traffic of activations; `again`: it may be dropped and regathered."""
-    regathered = again and setup.reshard_after_forward
-    forward, backward = _weight_bytes(setup, numel, regathered=regathered, recomputed=again and setup.recompute)
-    rate = setup.cluster.device.memory_bytes_per_second.value
-    beside = unit.scatter_seconds + unit.replica_seconds / setup.accumulation
-    if regathered:
-        beside += unit.gather_seconds
-    return replace(
-        unit,
-        forward_seconds=unit.forward_seconds + (forward + forward_bytes) / rate + CONTENTION * unit.gather_seconds,
-        backward_seconds=unit.backward_seconds + (backward + backward_bytes) / rate + CONTENTION * beside,
-    )
+    kept = _kept_bytes(setup, fused)
+    loaded_root = load(root, model.root_numel, _logits_bytes(setup), block=False)
+    return replace(work, units=(loaded_root, *(load(each, model.block_numel, kept, block=True) for each in blocks)))
 
 
 def _weight_bytes(setup: Setup, numel: int, *, regathered: bool, recomputed: bool) -> tuple[float, float]:
