@@ -91,7 +91,8 @@ def memory(setup: Setup) -> Memory:
     >>> round((parts["stored"] + parts["moments"]) / 1e9, 2)
     12.05
     """
-    blocks = range(setup.architecture.blocks)
+    last = setup.architecture.blocks - 1
+    blocks = sorted({0, min(1, last), max(0, last - 1), last})  # between these bytes rise or fall evenly
     phases = {
         "loss": _loss(setup),
         "backward": max((parts for done in blocks for parts in _backward(setup, done)), key=_total),
