@@ -204,4 +204,4 @@ def _cell(value: float | None, form: Callable[[float], str]) -> str:
 
 def _four(value: float) -> str:
     """Four figures."""
-    return f"{value:.4g}"
+    return f"{value:#.4g}"

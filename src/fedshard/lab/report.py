@@ -103,7 +103,8 @@ def _about(run: Run) -> Iterator[str]:
         yield f"H = {recipe.sync.every}, {warmup} synchronous steps, outer optimizer {recipe.sync.outer.kind}"
     if ran:
         on_cpu = ran["devices"]["type"] == "cpu"
-        yield f"{ran['ranks']} ranks on {len(set(ran['hosts']))} hosts with {ran['devices']['name']}"
+        hosts = len(set(ran["hosts"]))
+        yield f"{ran['ranks']} ranks on {hosts} {'host' if hosts == 1 else 'hosts'} with {ran['devices']['name']}"
         yield f"reduce-scatter {'by a ring, which sends what the formula says' if on_cpu else 'by NCCL'}"
         yield f"commit {ran['commit'] or 'unknown'}"
     if left_out := [str(row["round"]) for row in run.rounds if row["excluded"]]:
