@@ -49,8 +49,8 @@ ACCELERATORS: tuple[tuple[str, Accelerator], ...] = (
     ("h800", Accelerator("dgx-h100", node_fraction=400 / 900)),  # NVLink at 400 GB/s
     ("h100", Accelerator("dgx-h100")),
     ("a100.*p4d", Accelerator("p4d")),
-    ("a100.*64", Accelerator("leonardo-nominal")),
-    ("a100.*40", Accelerator("dgx-a100", 1.555e12)),  # NVIDIA A100 data sheet
+    (r"a100.*(?<!\d)64 ?g", Accelerator("leonardo-nominal")),
+    (r"a100.*(?<!\d)40 ?g", Accelerator("dgx-a100", 1.555e12)),  # NVIDIA A100 data sheet
     ("a800", Accelerator("dgx-a100", node_fraction=400 / 600)),  # NVLink at 400 GB/s
     ("a100", Accelerator("dgx-a100")),
     ("mi250", Accelerator("lumi")),
