@@ -1,5 +1,6 @@
 """`fedshard emulate`: its words, its faults, its output, and what Ctrl-C leaves."""
 
+import functools
 import os
 import re
 import signal
@@ -103,7 +104,8 @@ def test_ctrl_c_reaches_the_commands_and_leaves_nothing(namespaces, tmp_path):
     mark = f"21.{os.getpid()}"
     script = f"trap 'echo tidy >$0/$FEDSHARD_NODE; exit 0' INT; sleep {mark} & touch $0/started$FEDSHARD_NODE; wait"
     command = [sys.executable, "-m", "fedshard", "emulate", "lab-fast", "--", "sh", "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background ignore Ctrl-C
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         try:
             deadline = time.monotonic() + 20
             while len(list(tmp_path.glob("started*"))) < 2:
