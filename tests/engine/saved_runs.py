@@ -93,21 +93,27 @@ def whole(job: Job) -> dict[str, torch.Tensor]:
 
 
 def run(
-    context: RankContext, recipe: Recipe, folder: Path, cache: Path, at: int = 0, stop_after: int | None = None
+    context: RankContext,
+    recipe: Recipe,
+    folder: Path,
+    cache: Path,
+    at: int = 0,
+    stop_after: int | None = None,
+    into: Path | None = None,
 ) -> Told:
     """A run from its start, or from the checkpoint of step `at` in `folder`, to its end or to `stop_after`.
 
-    Only one from the start saves.
+    One from the start saves into `folder`, one that goes on only where it is told to: `into`.
     """
     checkpoint = open_checkpoint(folder / FOLDER / f"step-{at:06}") if at else None
     job = make_job(recipe, context.world, cache, checkpoint.cursor().done if checkpoint else None)
     cursor = take_up(job, checkpoint) if checkpoint else None
     job.stop = Stop(stop_after)
     rows = Rows()
-    saver = Saver(job, folder) if at == 0 else None
+    saved = into or (None if at else folder)
     with (  # looking closely takes its time
         mock.patch("fedshard.engine.meter.sample", return_value=nullcontext()),
         mock.patch("fedshard.engine.meter.live_tensor_bytes", return_value=0),
     ):
-        train(job, Sinks([rows]), saver, cursor)
+        train(job, Sinks([rows]), Saver(job, saved) if saved else None, cursor)
     return Told(rows.rows, whole(job))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from corpora import write_texts
 from saved_runs import LENGTH, LLAMA, SEQUENCES, STEPS, Shape, Told, recipe_of, run, whole
 
 from fedshard.core.layout import Layout
@@ -28,22 +29,49 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def straight_and_resumed(context: RankContext, recipe: Recipe, folder: Path, cache: Path) -> tuple[Told, list[Told]]:
-    """A straight run that saves after every step, and those that go on from each of its checkpoints."""
+def one_step_from_each(context: RankContext, recipe: Recipe, folder: Path, cache: Path) -> tuple[Told, list[Told]]:
+    """A straight run that saves after every step, and one step from each of its checkpoints, saved beside them."""
     straight = run(context, recipe, folder, cache)
-    return straight, [run(context, recipe, folder, cache, at) for at in range(1, STEPS)]
+    return straight, [run(context, recipe, folder, cache, at, at + 1, folder / "resumed") for at in range(1, STEPS)]
+
+
+TEXTS = [f"document {number} " + "abc" * number for number in range(14)]
+"""Two groups that deal them between each other have about ten sequences each: two epochs end in twelve steps."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2), (2, 2, 1)])
-def test_a_run_resumed_after_any_step_is_the_straight_run_bit_for_bit(ranks: RankPool, tmp_path, cache, layout):
-    """G1, G3, G5, H1, H3, A11: weights, rows, learning rates, rounds and evaluations, in mid-round too."""
-    answers = ranks.run(straight_and_resumed, Layout(*layout), recipe_of(layout), tmp_path, cache)
+@pytest.mark.parametrize(
+    ("layout", "sections"),
+    [
+        ((1, 1, 2), {}),
+        ((2, 1, 2), {}),
+        ((2, 2, 1), {"train": {"precision": "pure-bfloat16"}, "sync": {"anchor": True, "outer": {"kind": "mean"}}}),
+        ((2, 1, 1), {"data": {"kind": "text", "assignment": "by-source", "eval_fraction": 0.2}}),
+    ],
+)
+def test_a_step_after_a_resume_is_the_straight_run_s_bit_for_bit(ranks: RankPool, tmp_path, cache, layout, sections):
+    """G1, G3, G5, H1, H3, H5, A11: from every step, and so by induction a run resumed after any: all that is saved
+    (weights, moments, anchor, momentum, place in the data), rows, rounds and evaluations, in mid-round too."""
+    if "data" in sections:
+        sources = [write_texts(tmp_path / name, TEXTS[start::2]) for start, name in enumerate("ab")]
+        sections = {"data": sections["data"] | {"sources": [str(each) for each in sources]}}
+    answers = ranks.run(one_step_from_each, Layout(*layout), recipe_of(layout, **sections), tmp_path, cache)
     for straight, resumed in answers:
         for at, told in enumerate(resumed, start=1):
-            later = [row for row in straight.rows if row[1]["step"] > at]
-            assert told.rows == later, f"resumed after step {at}"
-            assert all(torch.equal(told.weights[name], straight.weights[name]) for name in straight.weights)
+            assert told.rows == [row for row in straight.rows if row[1]["step"] == at + 1], f"resumed after step {at}"
+    for step in range(2, STEPS + 1):
+        one, other = (open_checkpoint(run / FOLDER / f"step-{step:06}") for run in (tmp_path, tmp_path / "resumed"))
+        assert replace(one.cursor(), training_seconds=0) == replace(other.cursor(), training_seconds=0)
+        files, others = ({**each.files(), "cursor.json": None} for each in (one, other))
+        assert files == others, f"resumed after step {step - 1}"
+
+
+def test_a_run_resumed_in_mid_round_ends_as_the_straight_one(ranks: RankPool, tmp_path, cache):
+    layout, recipe = Layout(2, 1, 2), recipe_of((2, 1, 2), checkpoint={"every": 8})
+    straight = ranks.run(run, layout, recipe, tmp_path, cache)
+    for one, other in zip(straight, ranks.run(run, layout, recipe, tmp_path, cache, 8), strict=True):
+        assert other.rows == [row for row in one.rows if row[1]["step"] > 8]
+        assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
 def begin_apart(context: RankContext) -> Start:
@@ -87,7 +115,7 @@ EXACT = {"model": LLAMA | {"attention_dropout": 0.0}, "sync": {"outer": {"kind":
 
 @pytest.fixture(scope="session")
 def saved(ranks: RankPool, tmp_path_factory, cache):
-    """Runs that were stopped after step 10, which ends a round, and after step 8, which does not, by layout."""
+    """Runs that were stopped after step 6, which ends a round, and after step 4, which does not, by layout."""
     made: dict[tuple[Shape, int], Path] = {}
 
     def get(layout: Shape, at: int) -> Path:
@@ -102,8 +130,8 @@ def saved(ranks: RankPool, tmp_path_factory, cache):
 
 @pytest.fixture(scope="session")
 def own(ranks: RankPool, saved, cache):
-    """What the first rank of a layout goes on with from its own run, after step 10."""
-    return functools.cache(lambda layout: load_all(ranks, layout, [saved(layout, 10)], 10, cache)[0][0])
+    """What the first rank of a layout goes on with from its own run, after step 6."""
+    return functools.cache(lambda layout: load_all(ranks, layout, [saved(layout, 6)], 6, cache)[0][0])
 
 
 def load_all(ranks: RankPool, layout: Shape, folders: list[Path], at: int, cache: Path):
@@ -115,7 +143,7 @@ def load_all(ranks: RankPool, layout: Shape, folders: list[Path], at: int, cache
 @pytest.mark.parametrize("after", LAYOUTS)
 def test_any_layout_goes_on_from_any_other(ranks: RankPool, saved, own, cache, after):
     """J7: weights exact, no sequence twice and none missed, the next loss the same."""
-    at = 10
+    at = 6
     for rank in load_all(ranks, after, [saved(before, at) for before in LAYOUTS], at, cache):
         for before, told in zip(LAYOUTS, rank, strict=True):
             same = own(before)
@@ -126,7 +154,7 @@ def test_any_layout_goes_on_from_any_other(ranks: RankPool, saved, own, cache, a
 
 @pytest.mark.parametrize("after", [(1, 1, 4), (4, 1, 1), (1, 2, 2)])
 def test_another_number_of_groups_first_does_the_round_that_was_pending(ranks: RankPool, saved, cache, after):
-    before, at = (2, 1, 2), 8
+    before, at = (2, 1, 2), 4
     groups = load_all(ranks, before, [saved(before, at)], at, cache)
     first, second = groups[0][0].weights, groups[2][0].weights
     assert any(not torch.equal(first[name], second[name]) for name in first)

@@ -112,9 +112,9 @@ def test_an_asynchronous_save_has_the_values_of_its_call(ranks: RankPool, tmp_pa
 def test_everything_is_written_once(ranks: RankPool, tmp_path, cache, shape, outer):
     """Weights, anchor and outer state once, moments once for each group; the rest is small."""
     recipe = recipe_of(shape, checkpoint={"every": 0}, sync={"outer": {"kind": outer}})
-    weights = ranks.run(run, Layout(*shape), recipe, tmp_path, cache, 0, 10)[0].weights
+    weights = ranks.run(run, Layout(*shape), recipe, tmp_path, cache, 0, 6)[0].weights  # after its second round
     model = sum(each.numel() for each in weights.values()) * 4
-    path = tmp_path / FOLDER / "step-000010"
+    path = tmp_path / FOLDER / "step-000006"
     written = {"weights": model, "outer.momentum": model * (outer == "nesterov"), "moment.exp_avg": model}
     for kind, expected in written.items():
         folders = [GLOBAL] if kind in ("weights", "outer.momentum") else map(group_folder, range(shape[0]))
@@ -214,15 +214,8 @@ def save_again_and_again(job: Job, saver: Saver, log: Log, folder: Path, rank: i
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
 
 
-def alone(folder: Path, cache: Path) -> None:
-    """A rank by itself."""
-    recipe = recipe_of((1, 1, 1), checkpoint={"keep": 2})
-    with open_world(recipe, find_launch({})) as world:
-        save_again_and_again(*begin(recipe, world, folder, cache), folder, 0)
-
-
 def with_others(context: RankContext, folder: Path, cache: Path) -> None:
-    recipe = recipe_of((2, 1, 2), checkpoint={"keep": 2, "async": True})
+    recipe = recipe_of((2, 1, 1), checkpoint={"keep": 2, "async": True})
     save_again_and_again(*begin(recipe, context.world, folder, cache), folder, context.rank)
 
 
@@ -244,29 +237,42 @@ def check_what_is_left(folder: Path) -> int:
     return newest.step
 
 
+def tell_rank_0(written: object, every: list[object], group: object) -> None:
+    """`gather_object` of one rank."""
+    every[0] = written
+
+
 @pytest.mark.slow
-def test_killed_at_any_moment_the_newest_complete_checkpoint_loads(tmp_path, cache):
-    """J1: 24 moments; the ones with several ranks follow."""
-    processes = []
-    forkserver = multiprocessing.get_context("forkserver")
-    for seed in range(24):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        process = forkserver.Process(target=alone, args=(folder, cache))
-        process.start()
-        await_file(folder / "pid-0")
-        time.sleep(random.Random(seed).uniform(0.0, 0.06))
-        process.kill()
-        process.join()
-        processes.append(process)
-        assert check_what_is_left(folder) >= int((folder / "done").read_text())
-    assert {process.exitcode for process in processes} == {-signal.SIGKILL}
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_at_any_moment_the_newest_complete_checkpoint_loads(tmp_path, cache, monkeypatch):
+    """J1: 30 moments of a rank by itself; the ones with several ranks follow.
+
+    Each is a fork of one job, which costs little; the threads of its process group stay behind, and are not needed.
+    """
+    monkeypatch.setattr(save.dist, "gather_object", tell_rank_0)
+    monkeypatch.setattr(save.dist, "broadcast_object_list", lambda *_, **__: None)
+    with open_world(recipe_of((1, 1, 1), checkpoint={"keep": 2}), find_launch({})) as world:
+        job, _, log = begin(recipe_of((1, 1, 1), checkpoint={"keep": 2}), world, tmp_path, cache)
+        for seed in range(30):
+            folder = tmp_path / str(seed)
+            folder.mkdir()
+            saver = Saver(job, folder)
+            process = multiprocessing.get_context("fork").Process(
+                target=save_again_and_again, args=(job, saver, log, folder, 0)
+            )
+            process.start()
+            await_file(folder / "pid-0")
+            time.sleep(random.Random(seed).uniform(0.0, 0.06))
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            assert check_what_is_left(folder) >= int((folder / "done").read_text())
 
 
 def load_last(context: RankContext, folder: Path, cache: Path) -> set[float]:
     newest, _ = newest_whole(folder)
     assert newest is not None
-    job = make_job(recipe_of((2, 1, 2)), context.world, cache, newest.cursor().done)
+    job = make_job(recipe_of((2, 1, 1)), context.world, cache, newest.cursor().done)
     take_up(job, newest)
     return {value for each in whole(job).values() for value in each.view(-1).tolist()}
 
@@ -276,18 +282,18 @@ def load_last(context: RankContext, folder: Path, cache: Path) -> set[float]:
 def test_one_rank_or_all_killed(tmp_path, cache, seed):
     """Saving asynchronously; after every third kill the run goes on from what is left."""
     chance = random.Random(seed)
-    with RankPool(4) as pool:
+    with RankPool(2) as pool:
         failed: list[BaseException] = []
 
         def train() -> None:
             try:
-                pool.run(with_others, Layout(2, 1, 2), tmp_path, cache)
+                pool.run(with_others, Layout(2, 1, 1), tmp_path, cache)
             except BaseException as error:
                 failed.append(error)
 
         thread = threading.Thread(target=train)
         thread.start()
-        pids = [int(await_file(tmp_path / f"pid-{rank}")) for rank in range(4)]
+        pids = [int(await_file(tmp_path / f"pid-{rank}")) for rank in range(2)]
         await_complete(tmp_path)
         time.sleep(chance.uniform(0.0, 0.1))
         for pid in pids if seed % 2 else pids[-1:]:
@@ -296,7 +302,7 @@ def test_one_rank_or_all_killed(tmp_path, cache, seed):
         assert failed
         step = check_what_is_left(tmp_path)
         if seed % 3 == 0:
-            assert pool.run(load_last, Layout(2, 1, 2), tmp_path, cache)[0] == {float(step)}
+            assert pool.run(load_last, Layout(2, 1, 1), tmp_path, cache)[0] == {float(step)}
 
 
 def await_complete(folder: Path) -> None:

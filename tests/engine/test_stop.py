@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def steps_until_stopped(context: RankContext, asked: int, at: int, every: int) -
     world = context.world
     stop, store = open_stop(world, "127.0.0.1", None)
     taken = rounds = 0
-    with heeding_signals(stop):
+    with heeding_signals(stop), mock.patch("fedshard.engine.stop.LOOK_SECONDS", 0.02):
         while taken < 2000 and not stop.before(taken + 1):
             taken += 1
             if context.rank == asked and taken == at:
@@ -39,9 +40,12 @@ def steps_until_stopped(context: RankContext, asked: int, at: int, every: int) -
     return taken, rounds
 
 
+ONE_GROUP = [((1, 2, 2), 10_000)]
+SEVERAL = [(shape, every) for shape in [(2, 1, 2), (4, 1, 1)] for every in [3, 100, 10_000]]
+
+
 @pytest.mark.parametrize("asked", [0, 1, 3])
-@pytest.mark.parametrize("every", [3, 100, 10_000])
-@pytest.mark.parametrize("shape", [(2, 1, 2), (4, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize(("shape", "every"), ONE_GROUP + SEVERAL)
 def test_all_ranks_stop_after_the_same_step(ranks: RankPool, shape, every, asked):
     told = ranks.run(steps_until_stopped, Layout(*shape), asked, 10, every)
     assert len(set(told)) == 1, told

@@ -286,9 +286,9 @@ def read_json(file: Path, kind: type[Tree]) -> Tree:
         raise InputError([damaged(file, f"cannot be read ({error})")]) from None
 
 
-def write_json(file: Path, tree: Any) -> None:
-    """As readable JSON."""
-    file.write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_json(file: Path, tree: Any, indent: int | None = 1) -> None:
+    """As JSON: readable, or, without `indent`, as fast as many ranks' worth of it needs."""
+    file.write_text(json.dumps(tree, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def sha256(file: Path) -> str:

@@ -211,8 +211,10 @@ def complete(unfinished: Path, every: list[Written], job: Job, cursor: Cursor) -
     for path in unfinished.rglob("*"):
         if path.is_file() and str(path.relative_to(unfinished)) not in files:
             path.unlink()  # of an earlier try, by more ranks
-    for folder in sorted({folder for written in every for folder in written.indices}):
-        write_json(unfinished / folder / INDEX, merge_entries(each.indices.get(folder, {}) for each in every))
+    folders = sorted({folder for written in every for folder in written.indices})
+    for folder in folders:
+        index = merge_entries(each.indices.get(folder, {}) for each in every)
+        write_json(unfinished / folder / INDEX, index, indent=None)
         files |= describe(unfinished, unfinished / folder / INDEX)
     (unfinished / "recipe.toml").write_text(write_recipe(job.recipe), encoding="utf-8")
     (unfinished / "config.json").write_text(job.config.to_json_string(use_diff=False), encoding="utf-8")
@@ -221,7 +223,8 @@ def complete(unfinished: Path, every: list[Written], job: Job, cursor: Cursor) -
     for name in ("recipe.toml", "config.json", "layout.json", "cursor.json"):
         files |= describe(unfinished, unfinished / name)
     write_json(unfinished / COMPLETE, asdict(Complete(files)))
-    sync_to_disk(unfinished / COMPLETE)
+    for path in (*(unfinished / folder for folder in folders), unfinished / COMPLETE, unfinished):
+        sync_to_disk(path)
     named = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
     if named.exists():
         named.rename(aside_name(named))

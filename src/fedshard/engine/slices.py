@@ -67,7 +67,10 @@ def merge_entries(indices: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for kind, names in index.items():
             for name, entry in names.items():
                 into = merged.setdefault(kind, {}).setdefault(name, {"shape": entry["shape"], "parts": []})
-                into["parts"] = sorted(into["parts"] + entry["parts"])
+                into["parts"] += entry["parts"]
+    for names in merged.values():
+        for entry in names.values():
+            entry["parts"].sort()
     return merged
 
 
