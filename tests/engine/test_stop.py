@@ -20,8 +20,9 @@ def steps_until_stopped(context: RankContext, asked: int, at: int, every: int) -
     """Steps as a run takes them: a reduction in the group each, a round over the groups after every `every`; rank
     `asked` hears a signal in step `at`. How many steps were taken, and how many rounds."""
     world = context.world
-    stop, store = open_stop(world, "127.0.0.1", None)
+    stop = open_stop(world, None)
     taken = rounds = 0
+    dist.barrier(world.control)
     with heeding_signals(stop), mock.patch("fedshard.engine.stop.LOOK_SECONDS", 0.02):
         while taken < 2000 and not stop.before(taken + 1):
             taken += 1
@@ -34,9 +35,8 @@ def steps_until_stopped(context: RankContext, asked: int, at: int, every: int) -
             if taken % every == 0:
                 dist.all_reduce(known, group=world.peers)
                 rounds += 1
+    dist.barrier(world.control)  # as a run ends: with what all groups do together
     stop.close()
-    dist.barrier(world.control)
-    del store
     return taken, rounds
 
 

@@ -15,10 +15,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from fedshard.engine.world import World
 
@@ -76,13 +76,12 @@ class Stop:
 
 
 class Board:
-    """Where the first ranks of groups agree on the step to stop after: a store that rank 0 keeps."""
+    """Where the first ranks of groups agree on the step to stop after: a part of the store that all ranks met at."""
 
-    def __init__(self, address: str, port: int, group: int, groups: int, timeout: timedelta):
-        self._store = TCPStore(address, port, is_master=False, timeout=timeout)
-        self._watched = TCPStore(address, port, is_master=False, timeout=timeout)  # the thread's own connection
+    def __init__(self, store: Store, group: int, groups: int):
+        self._store = store  # both threads use it: no call waits for what is not there yet
         self._reports = [f"present/{each}" for each in range(groups)]
-        self._own, self._timeout = self._reports[group], timeout
+        self._own = self._reports[group]
         self._present, self._after = 0, None
         self._reported, self._closed = False, False
         self._changed = threading.Condition()
@@ -111,9 +110,9 @@ class Board:
             if self._appears(["asked"]):
                 with self._changed:
                     self._reported = True
-                    self._watched.set(self._own, str(self._present))
+                    self._store.set(self._own, str(self._present))
                 if self._appears(self._reports):
-                    after = max(int(each) for each in self._watched.multi_get(self._reports)) + 1
+                    after = max(int(each) for each in self._store.multi_get(self._reports)) + 1
                     with self._changed:
                         self._after = after
         except dist.DistError:  # rank 0 is gone: the run ends, or fails, without us
@@ -123,7 +122,7 @@ class Board:
 
     def _appears(self, keys: list[str]) -> bool:
         """Wait until all keys are there; False if the run is over before."""
-        while not self._watched.check(keys):
+        while not self._store.check(keys):
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, LOOK_SECONDS):
                     return False
@@ -134,22 +133,18 @@ class Board:
             self._changed.notify_all()
 
 
-def open_stop(world: World, address: str, after: int | None) -> tuple[Stop, TCPStore | None]:
-    """How this run's ranks agree to stop, and on rank 0 the store that must live as long; all ranks call it together.
-
-    `address`: where rank 0 can be met.
-    """
-    groups, timeout = world.layout.groups, timedelta(minutes=10)
+def open_stop(world: World, after: int | None) -> Stop:
+    """How this run's ranks agree to stop; all ranks call it together."""
+    groups = world.layout.groups
     if groups == 1:
-        return Stop(after), None
-    store = None
-    if world.rank == 0:
-        store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    port = [store.port if store else 0]
-    dist.broadcast_object_list(port, src=0, group=world.control)
+        return Stop(after)
+    met = _get_default_store()
+    number = [met.add("stops", 1) if world.rank == 0 else 0]  # of this run, among those of these processes
+    dist.broadcast_object_list(number, src=0, group=world.control)
     if world.rank % world.layout.group_ranks != 0:
-        return Stop(after, groups), store
-    return Stop(after, groups, Board(address, port[0], world.place.group, groups, timeout)), store
+        return Stop(after, groups)
+    store = PrefixStore(f"stop-{number[0]}", met)
+    return Stop(after, groups, Board(store, world.place.group, groups))
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def train_on_rank(recipe: Recipe, begin: Start, cache: Path, as_json: bool) -> N
     launch = find_launch()
     with open_world(recipe, launch) as world:
         begin = start_of_rank_0(world, begin)
-        stop, store = open_stop(world, launch.address, begin.stop_after)
+        stop = open_stop(world, begin.stop_after)
         sinks = Sinks([])
         with heeding_signals(stop):
             checkpoint = begin.checkpoint
@@ -63,8 +63,7 @@ def train_on_rank(recipe: Recipe, begin: Start, cache: Path, as_json: bool) -> N
         elif world.rank == 0:
             again = f"fedshard train {begin.into / 'recipe.toml'} --resume"
             print(f"stopped after step {saver.last_step} of {job.course.steps}; go on: {again}", file=sys.stderr)
-        by_signal = all_asked(world, stop)  # all ranks are here now: the store, which is rank 0's, may go
-        del store
+        by_signal = all_asked(world, stop)
     if by_signal:
         raise Stopped(0)  # whoever sent the signal waits for the ranks to be gone
 
